@@ -1,0 +1,1 @@
+"""Exact counts of a router, judged window by window."""

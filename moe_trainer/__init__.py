@@ -1,0 +1,1 @@
+"""A small, readable reference trainer for mixture-of-experts language models."""

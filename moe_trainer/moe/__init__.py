@@ -1,0 +1,1 @@
+"""The MoE feed-forward layer: router, experts, dispatch, losses."""

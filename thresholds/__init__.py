@@ -1,0 +1,1 @@
+"""Policies: which gates a run must pass, and with what limits."""
