@@ -1,0 +1,422 @@
+"""Configuration of one mixture-of-experts layer: router, experts, shared experts, latent projections.
+
+Every setting is checked when the object is built; what is wrong is reported as one `ConfigError` that
+names the field, the value and the rule. Parameter counts are closed formulas that equal the real tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+from moe_audit.thresholds.errors import UsageError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+Activation = Literal["swiglu", "gpt_oss_swiglu", "relu2"]
+Backend = Literal["auto", "torch", "grouped_gemm", "loop"]
+DTypeName = Literal["float32", "bfloat16", "float16"]
+
+# Columns of the first matmul per hidden unit: value and gate, or the value alone.
+UP_FACTOR: dict[str, int] = {"swiglu": 2, "gpt_oss_swiglu": 2, "relu2": 1}
+
+
+class ConfigError(UsageError):
+    """An invalid setting.
+
+    Args:
+        field: Name of the setting, with the configuration class in front.
+        value: The value that was given.
+        rule: What a valid value looks like.
+    """
+
+    def __init__(self, field: str, value: object, rule: str) -> None:
+        super().__init__(f"{field} = {value!r}: {rule}")
+        self.field = field
+        self.value = value
+        self.rule = rule
+
+
+class Config(BaseModel):
+    """Base of the configuration classes: unknown fields and wrong types are `ConfigError`s as well."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _one_error(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        try:
+            return handler(data)
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = ".".join(str(part) for part in first["loc"])
+            raise ConfigError(f"{cls.__name__}.{field}", first["input"], first["msg"]) from None
+
+    def _require(self, ok: bool, field: str, rule: str) -> None:
+        if not ok:
+            raise ConfigError(f"{type(self).__name__}.{field}", getattr(self, field), rule)
+
+
+class RouterOptions(Config):
+    """Router settings that do not depend on the layer the router sits in.
+
+    Attributes:
+        top_k: Experts per token.
+        routing: ``token_choice`` (each token picks k experts) or ``expert_choice`` (each expert picks
+            T*k/E tokens; not causal, so not for generating text).
+        bias: Add a bias to the logits.
+        jitter_eps: Multiply the router input by uniform(1-eps, 1+eps) in training.
+        normalize_expert_weights: p of the norm that the k weights are divided by.
+        gating_function: ``softmax`` over all experts, ``topk_softmax`` over the selected, or ``sigmoid``.
+        bias_gamma: Step of the aux-loss-free score bias (sign update after each optimizer step).
+        score_correction_bias: A score bias that is used for selection but not updated.
+        n_group, topk_group: Only the best topk_group of n_group equal groups of experts can be selected.
+        restore_weight_scale: Multiply the weights by k.
+        expert_weight_scale: Multiply the weights by this value.
+        original_top_k: Multiply the weights by sqrt(original_top_k / top_k): the k it was trained with.
+        uniform_expert_assignment, random_expert_assignment: System tests: ignore the scores when selecting.
+        sigmoid_stability_epsilon: Added to sigmoid scores.
+        tie_break: Equal selection scores go to the lower expert index.
+        score_quantization: Grid of the selection scores with `tie_break`, as bits after the binary point
+            (the grid is 2**-bits); None keeps every bit.
+        temperature: The logits are divided by it.
+        dtype: Data type of the router's parameters; logits and scores are fp32 in any case.
+    """
+
+    top_k: int = 1
+    routing: Literal["token_choice", "expert_choice"] = "token_choice"
+    bias: bool = False
+    jitter_eps: float | None = None
+    normalize_expert_weights: float | None = None
+    gating_function: Literal["softmax", "topk_softmax", "sigmoid"] = "softmax"
+    bias_gamma: float | None = None
+    score_correction_bias: bool = False
+    n_group: int | None = None
+    topk_group: int | None = None
+    restore_weight_scale: bool = False
+    expert_weight_scale: float | None = None
+    original_top_k: int | None = None
+    uniform_expert_assignment: bool = False
+    random_expert_assignment: bool = False
+    sigmoid_stability_epsilon: float = 1e-7
+    tie_break: bool = False
+    score_quantization: int | None = 14
+    temperature: float = 1.0
+    dtype: DTypeName = "float32"
+
+    @model_validator(mode="after")
+    def _check_options(self) -> Self:
+        need = self._require
+        need(self.top_k >= 1, "top_k", "must be at least 1")
+        need(self.jitter_eps is None or 0 < self.jitter_eps < 1, "jitter_eps", "must be between 0 and 1")
+        p = self.normalize_expert_weights
+        need(p is None or p > 0, "normalize_expert_weights", "the p of a norm must be positive")
+        need(self.bias_gamma is None or self.bias_gamma > 0, "bias_gamma", "must be positive")
+        need(self.sigmoid_stability_epsilon >= 0, "sigmoid_stability_epsilon", "must not be negative")
+        need(self.temperature > 0, "temperature", "must be positive")
+        k = self.original_top_k
+        need(k is None or k >= 1, "original_top_k", "must be at least 1")
+        bits = self.score_quantization
+        need(bits is None or 1 <= bits <= 23, "score_quantization", "must be between 1 and 23 bits")
+        grouped = self.n_group is not None
+        need(
+            grouped == (self.topk_group is not None),
+            "topk_group" if grouped else "n_group",
+            "n_group and topk_group must be set together",
+        )
+        need(self.n_group is None or self.n_group >= 1, "n_group", "must be at least 1")
+        if self.n_group is not None and self.topk_group is not None:
+            need(
+                1 <= self.topk_group <= self.n_group, "topk_group", f"must be in 1..n_group = {self.n_group}"
+            )
+        if self.gating_function == "topk_softmax":
+            need(not grouped, "n_group", "groups need gating_function softmax or sigmoid, not topk_softmax")
+            need(
+                not self.random_expert_assignment,
+                "random_expert_assignment",
+                "needs gating_function softmax or sigmoid: topk_softmax selects by the logits",
+            )
+        need(
+            not (self.uniform_expert_assignment and self.random_expert_assignment),
+            "random_expert_assignment",
+            "cannot be combined with uniform_expert_assignment",
+        )
+        if self.routing == "expert_choice":
+            need(not grouped, "n_group", "expert_choice has no groups: every expert picks its own tokens")
+            need(self.bias_gamma is None, "bias_gamma", "expert_choice is balanced by construction")
+            need(not self.score_correction_bias, "score_correction_bias", "expert_choice has no score bias")
+            need(
+                not (self.uniform_expert_assignment or self.random_expert_assignment),
+                "routing",
+                "uniform and random assignment need token_choice",
+            )
+            need(
+                self.gating_function != "topk_softmax", "gating_function", "expert_choice has no top-k logits"
+            )
+        return self
+
+    def for_layer(self, d_model: int, num_experts: int) -> RouterConfig:
+        """The complete configuration for a layer of this width and number of experts."""
+        given = self.model_dump()
+        for field, value in (("d_model", d_model), ("num_experts", num_experts)):
+            if given.setdefault(field, value) != value:
+                raise ConfigError(f"RouterConfig.{field}", given[field], f"the layer has {field} = {value}")
+        return RouterConfig(**given)
+
+
+class RouterConfig(RouterOptions):
+    """A router that is ready to build: `RouterOptions` with the width and the number of experts."""
+
+    d_model: int
+    num_experts: int
+    top_k: int
+
+    @model_validator(mode="after")
+    def _check_layer(self) -> Self:
+        need = self._require
+        need(self.d_model >= 1, "d_model", "must be at least 1")
+        need(self.num_experts >= 1, "num_experts", "must be at least 1")
+        _check_selection(self, self.num_experts)
+        return self
+
+    def num_params(self) -> int:
+        """Number of parameters: d*E, and E more with a bias."""
+        return self.num_experts * (self.d_model + self.bias)
+
+
+def _check_selection(router: RouterOptions, num_experts: int) -> None:
+    need = router._require
+    need(router.top_k <= num_experts, "top_k", f"must be in 1..num_experts = {num_experts}")
+    if router.n_group is not None and router.topk_group is not None:
+        need(num_experts % router.n_group == 0, "n_group", f"must divide num_experts = {num_experts}")
+        reach = router.topk_group * (num_experts // router.n_group)
+        need(router.top_k <= reach, "top_k", f"only {reach} experts are in the selected groups")
+
+
+class LatentConfig(Config):
+    """Routed experts that work in a narrower space: d_model -> latent_dim before, back after.
+
+    Attributes:
+        latent_dim: Width L of the experts' space, 0 < L < d_model.
+        bias: Biases on both projections.
+        norm: RMSNorm (scale only) in front of the up-projection.
+        norm_eps: Its epsilon.
+    """
+
+    latent_dim: int
+    bias: bool = False
+    norm: bool = False
+    norm_eps: float = 1e-5
+
+    @model_validator(mode="after")
+    def _check_latent(self) -> Self:
+        self._require(self.latent_dim >= 1, "latent_dim", "must be between 0 and d_model")
+        self._require(self.norm_eps > 0, "norm_eps", "must be positive")
+        return self
+
+    def check(self, d_model: int) -> None:
+        """Raise `ConfigError` unless the latent space is narrower than the model."""
+        self._require(self.latent_dim < d_model, "latent_dim", f"must be between 0 and d_model = {d_model}")
+
+    def num_params(self, d_model: int) -> int:
+        """2*d*L, biases L + d, norm L."""
+        bias = self.latent_dim + d_model if self.bias else 0
+        return 2 * d_model * self.latent_dim + bias + (self.latent_dim if self.norm else 0)
+
+
+class SharedExpertsConfig(Config):
+    """Experts that every token passes through. Several are mixed by the dense scores of their own router.
+
+    Attributes:
+        num_experts: Number of shared experts.
+        hidden_size: Hidden units of each.
+        activation, activation_alpha, activation_limit, bias: As for the routed experts.
+        router: Options of the router that mixes several (top_k is not used); None: softmax scores.
+    """
+
+    num_experts: int = 1
+    hidden_size: int = 256
+    activation: Activation = "swiglu"
+    activation_alpha: float = 1.702
+    activation_limit: float | None = None
+    bias: bool = False
+    router: RouterOptions | None = None
+
+    @model_validator(mode="after")
+    def _check_shared(self) -> Self:
+        self._require(self.num_experts >= 1, "num_experts", "must be at least 1")
+        self._require(self.hidden_size >= 1, "hidden_size", "must be at least 1")
+        _check_limit(self)
+        if self.router is not None:
+            self.router._require(
+                self.router.gating_function != "topk_softmax",
+                "gating_function",
+                "a router of shared experts gives dense scores; topk_softmax has none",
+            )
+            self.router._require(
+                self.router.routing == "token_choice", "routing", "shared experts see every token"
+            )
+            self._require(self.num_experts > 1, "router", "one shared expert is added without a router")
+        return self
+
+    def router_config(self, d_model: int) -> RouterConfig | None:
+        """The router that mixes several shared experts; None for a single one."""
+        if self.num_experts == 1:
+            return None
+        return (self.router or RouterOptions()).for_layer(d_model, self.num_experts)
+
+    def num_params(self, d_model: int) -> int:
+        """Experts and, when there are several, their router."""
+        router = self.router_config(d_model)
+        experts = self.num_experts * _expert_params(self.activation, self.bias, d_model, self.hidden_size)
+        return experts + (router.num_params() if router else 0)
+
+
+def _expert_params(activation: str, bias: bool, width: int, hidden: int) -> int:
+    up = UP_FACTOR[activation]
+    return (up + 1) * width * hidden + (up * hidden + width if bias else 0)
+
+
+def _check_limit(config: SharedExpertsConfig | MoEConfig) -> None:
+    limit = config.activation_limit
+    config._require(limit is None or limit > 0, "activation_limit", "must be positive")
+    config._require(
+        limit is None or config.activation == "gpt_oss_swiglu",
+        "activation_limit",
+        f"only gpt_oss_swiglu clamps, the activation is {config.activation}",
+    )
+
+
+class MoEConfig(Config):
+    """One mixture-of-experts layer. The model width is passed to the counting and building methods.
+
+    Attributes:
+        num_experts: Number of routed experts E.
+        hidden_size: Hidden units H of each.
+        capacity_factor: None for dropless, else each expert keeps at most its capacity of tokens.
+        drop_policy: Which assignments go when an expert is full: the last ones (``position``) or those
+            with the lowest weight (``probs``).
+        renormalize_after_drop: Scale a token's surviving weights so that their sum is as before the drop.
+        activation, activation_alpha, activation_limit, bias: Of the experts.
+        router: Options, or a mapping of them.
+        shared_mlp: Shared experts beside the routed ones.
+        latent: Projections around the routed experts.
+        lb_loss_weight, lb_loss_granularity: Balancing loss; None switches it off.
+        lb_loss_kind: ``probs`` (counts times mean probabilities) or ``dispatch`` (acts on the weights of
+            the tokens that really went to an expert; see `moe_trainer.moe.losses`).
+        z_loss_weight, orth_loss_weight: Further router losses; None switches them off.
+        global_load_balancing: Counts of the balancing loss averaged over the data-parallel group.
+        scale_loss_by_num_layers: Divide the losses by the number of MoE layers.
+        backend: Grouped matmul implementation; ``auto`` picks by device and size.
+        dtype: Data type of the experts' parameters.
+    """
+
+    num_experts: int = 1
+    hidden_size: int = 256
+    capacity_factor: float | None = None
+    drop_policy: Literal["position", "probs"] = "probs"
+    renormalize_after_drop: bool = False
+    activation: Activation = "swiglu"
+    activation_alpha: float = 1.702
+    activation_limit: float | None = None
+    bias: bool = False
+    router: RouterOptions = RouterOptions()
+    shared_mlp: SharedExpertsConfig | None = None
+    latent: LatentConfig | None = None
+    lb_loss_weight: float | None = 0.01
+    lb_loss_granularity: Literal["local_batch", "instance"] = "local_batch"
+    lb_loss_kind: Literal["probs", "dispatch"] = "probs"
+    z_loss_weight: float | None = None
+    orth_loss_weight: float | None = None
+    global_load_balancing: bool = False
+    scale_loss_by_num_layers: bool = True
+    backend: Backend = "auto"
+    dtype: DTypeName = "float32"
+
+    @field_validator("router", mode="before")
+    @classmethod
+    def _complete_router(cls, value: Any) -> Any:
+        """A mapping that names a width or a number of experts describes a whole `RouterConfig`."""
+        if isinstance(value, Mapping) and ("d_model" in value or "num_experts" in value):
+            return RouterConfig.model_validate(value)
+        return value
+
+    @model_validator(mode="after")
+    def _check_layer(self) -> Self:
+        need = self._require
+        need(self.num_experts >= 1, "num_experts", "must be at least 1")
+        need(self.hidden_size >= 1, "hidden_size", "must be at least 1")
+        need(self.capacity_factor is None or self.capacity_factor > 0, "capacity_factor", "must be positive")
+        _check_limit(self)
+        for field in ("lb_loss_weight", "z_loss_weight", "orth_loss_weight"):
+            weight = getattr(self, field)
+            need(weight is None or weight >= 0, field, "must not be negative")
+        need(
+            not (self.global_load_balancing and self.lb_loss_granularity == "instance"),
+            "lb_loss_granularity",
+            "global_load_balancing needs local_batch: instances of different ranks have nothing in common",
+        )
+        need(
+            not self.renormalize_after_drop or self.capacity_factor is not None,
+            "renormalize_after_drop",
+            "needs a capacity_factor: without one nothing is dropped",
+        )
+        if isinstance(self.router, RouterConfig):
+            need(
+                self.router.num_experts == self.num_experts,
+                "num_experts",
+                f"the router has num_experts = {self.router.num_experts}",
+            )
+        _check_selection(self.router, self.num_experts)
+        if self.router.routing == "expert_choice":
+            need(self.capacity_factor is None, "capacity_factor", "expert_choice never exceeds its share")
+        return self
+
+    def check(self, d_model: int, ep_degree: int = 1) -> None:
+        """Raise `ConfigError` unless the layer fits this width and can be spread over `ep_degree` ranks."""
+        self.router_config(d_model)
+        if self.latent is not None:
+            self.latent.check(d_model)
+        if ep_degree < 1 or self.num_experts % ep_degree:
+            raise ConfigError(
+                "MoEConfig.num_experts", self.num_experts, f"must be divisible by the EP degree {ep_degree}"
+            )
+
+    def router_config(self, d_model: int) -> RouterConfig:
+        """The complete router configuration for a model of this width."""
+        return self.router.for_layer(d_model, self.num_experts)
+
+    def expert_width(self, d_model: int) -> int:
+        """Width the routed experts see: latent_dim, or d_model without latent projections."""
+        return self.latent.latent_dim if self.latent else d_model
+
+    def num_params_per_part(self, d_model: int) -> dict[str, int]:
+        """Parameters of ``router``, ``experts``, ``shared`` and ``latent`` at this width."""
+        self.check(d_model)
+        width = self.expert_width(d_model)
+        expert = _expert_params(self.activation, self.bias, width, self.hidden_size)
+        return {
+            "router": self.router_config(d_model).num_params(),
+            "experts": self.num_experts * expert,
+            "shared": self.shared_mlp.num_params(d_model) if self.shared_mlp else 0,
+            "latent": self.latent.num_params(d_model) if self.latent else 0,
+        }
+
+    def num_active_params_per_part(self, d_model: int) -> dict[str, int]:
+        """As `num_params_per_part`, with the k experts that one token uses."""
+        parts = self.num_params_per_part(d_model)
+        return {**parts, "experts": parts["experts"] // self.num_experts * self.router.top_k}
+
+    def num_params(self, d_model: int) -> int:
+        """All parameters of the layer."""
+        return sum(self.num_params_per_part(d_model).values())
+
+    def num_active_params(self, d_model: int) -> int:
+        """Parameters that one token uses: total - experts + experts * k / E."""
+        return sum(self.num_active_params_per_part(d_model).values())

@@ -1,0 +1,168 @@
+"""The router: scores every expert for every token and selects k of them.
+
+Shape suffixes: T tokens, E experts, K selected experts per token, D model width, G groups, P experts per
+group. The router is pure: the same input gives the same output and no state changes; counters and the
+update of the score bias live in the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_trainer.moe.config import RouterConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class RouterOutput(NamedTuple):
+    """What `Router.forward` returns; forward hooks may rely on these fields and their order.
+
+    Attributes:
+        weights_TK: fp32 weights of the selected experts, after normalisation and scaling.
+        indices_TK: int64 selected experts.
+        counts_E: int64 assignments per expert: the demand, before any drop.
+        scores_TE: fp32 probabilities (softmax) or sigmoid scores, without the score bias.
+        logits_TE: fp32 logits.
+    """
+
+    weights_TK: Tensor
+    indices_TK: Tensor
+    counts_E: Tensor
+    scores_TE: Tensor
+    logits_TE: Tensor
+
+
+class Router(nn.Module):
+    """Linear router with fp32 logits.
+
+    Args:
+        config: Settings; see `RouterConfig`.
+        device: Where the parameters are created.
+
+    Attributes:
+        weight: (E, D) parameter.
+        bias: (E,) parameter, or None.
+        score_bias: (E,) fp32 buffer that is added to the scores for selection only, or None. It stays
+            fp32 whatever the module is cast to: in bf16 a step of 1e-3 is lost beyond +-0.5.
+    """
+
+    score_bias: Tensor | None
+
+    def __init__(self, config: RouterConfig, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.config = config
+        dtype = DTYPES[config.dtype]
+        self.weight = nn.Parameter(
+            torch.empty(config.num_experts, config.d_model, dtype=dtype, device=device)
+        )
+        self.bias = (
+            nn.Parameter(torch.empty(config.num_experts, dtype=dtype, device=device)) if config.bias else None
+        )
+        biased = config.bias_gamma is not None or config.score_correction_bias
+        self.register_buffer("score_bias", torch.zeros(config.num_experts, device=device) if biased else None)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
+        """Truncated normal weights (cut at 3 std), zero bias and score bias."""
+        nn.init.trunc_normal_(self.weight, std=std, a=-3 * std, b=3 * std, generator=generator)
+        for zeroed in (self.bias, self.score_bias):
+            if zeroed is not None:
+                zeroed.zero_()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        kept = self.score_bias
+        super()._apply(fn, recurse)
+        if kept is not None and self.score_bias is not None:
+            moved = self.score_bias
+            self.score_bias = moved.float() if kept.is_meta else kept.to(moved.device)
+        return self
+
+    def forward(self, x: Tensor) -> RouterOutput:
+        """Select experts for x of shape (..., D); leading dimensions are flattened to T tokens."""
+        c = self.config
+        x_TD = x.reshape(-1, c.d_model)
+        if self.training and c.jitter_eps is not None:
+            x_TD = x_TD * (1 - c.jitter_eps + torch.rand_like(x_TD) * (2 * c.jitter_eps))
+        logits_TE = self.logits(x_TD)
+        scores_TE = self.scores(logits_TE)
+        if c.routing == "expert_choice":
+            raise NotImplementedError
+        indices_TK = self.select(logits_TE if c.gating_function == "topk_softmax" else scores_TE)
+        if c.gating_function == "topk_softmax":
+            weights_TK = logits_TE.gather(-1, indices_TK).softmax(-1)
+        else:
+            weights_TK = scores_TE.gather(-1, indices_TK)
+        weights_TK = self.scale(weights_TK)
+        return RouterOutput(
+            weights_TK, indices_TK, expert_counts(indices_TK, c.num_experts), scores_TE, logits_TE
+        )
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        """x W^T (+ bias), divided by the temperature, in fp32 also under autocast."""
+        with torch.autocast(x_TD.device.type, enabled=False):
+            bias = None if self.bias is None else self.bias.float()
+            logits_TE = F.linear(x_TD.float(), self.weight.float(), bias)
+        return logits_TE if self.config.temperature == 1.0 else logits_TE / self.config.temperature
+
+    def scores(self, logits_TE: Tensor) -> Tensor:
+        """Softmax over the experts, or sigmoid + epsilon. Random ones for `random_expert_assignment`."""
+        if self.config.gating_function == "sigmoid":
+            scores_TE = logits_TE.sigmoid() + self.config.sigmoid_stability_epsilon
+        else:
+            scores_TE = logits_TE.softmax(-1)
+        if self.config.random_expert_assignment:
+            # Zero times the scores keeps the backward pass of a system test complete.
+            scores_TE = scores_TE * 0 + torch.rand_like(scores_TE)
+        return scores_TE
+
+    @torch.no_grad()
+    def select(self, values_TE: Tensor) -> Tensor:
+        """The k experts with the highest values plus score bias, within the best groups."""
+        c = self.config
+        if c.uniform_expert_assignment:
+            slots = torch.arange(values_TE.shape[0] * c.top_k, device=values_TE.device)
+            return (slots % c.num_experts).view(-1, c.top_k)
+        if self.score_bias is not None:
+            values_TE = values_TE + self.score_bias
+        if c.tie_break and c.score_quantization is not None:
+            # float64 holds the grid exactly at every magnitude of an fp32 value.
+            values_TE = (values_TE.double() * 2.0**c.score_quantization).round_()
+        if c.n_group is not None and c.topk_group is not None:
+            values_TGP = values_TE.unflatten(-1, (c.n_group, -1))
+            best_TG = values_TGP.topk(min(2, values_TGP.shape[-1]), dim=-1).values.sum(-1)
+            groups_TG = torch.ones_like(best_TG, dtype=torch.bool)
+            groups_TG.scatter_(-1, self._top(best_TG, c.topk_group), False)
+            values_TE = values_TGP.masked_fill(groups_TG.unsqueeze(-1), -torch.inf).flatten(-2)
+        return self._top(values_TE, c.top_k)
+
+    def _top(self, values: Tensor, k: int) -> Tensor:
+        if self.config.tie_break:
+            return values.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+        if k == 1:
+            return values.argmax(-1, keepdim=True)
+        return values.topk(k, dim=-1).indices
+
+    def scale(self, weights_TK: Tensor) -> Tensor:
+        """Normalise the selected weights and apply the weight scalings."""
+        c = self.config
+        if c.normalize_expert_weights is not None:
+            weights_TK = weights_TK / weights_TK.norm(p=c.normalize_expert_weights, dim=-1, keepdim=True)
+        factor = c.expert_weight_scale if c.expert_weight_scale is not None else 1.0
+        if c.restore_weight_scale:
+            factor *= c.top_k
+        if c.original_top_k is not None:
+            factor *= (c.original_top_k / c.top_k) ** 0.5
+        return weights_TK if factor == 1.0 else weights_TK * factor
+
+
+def expert_counts(indices: Tensor, num_experts: int) -> Tensor:
+    """How often each expert occurs in `indices`, int64, without a host synchronisation."""
+    flat = indices.reshape(-1)
+    counts_E = torch.zeros(num_experts, dtype=torch.int64, device=flat.device)
+    return counts_E.scatter_add_(0, flat, torch.ones_like(flat))
