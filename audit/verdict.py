@@ -1,0 +1,81 @@
+"""The verdict: plain data that reports render and exit codes come from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+class Status(IntEnum):
+    """Status of a cell, a gate or a run, ordered so that the worst is the largest."""
+
+    PASS = 0
+    WARN = 1
+    INSUFFICIENT = 2
+    FAIL = 3
+    INVALID = 4
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One (window, layer, gate, source), judged. `source` is "all" for pooled cells."""
+
+    first_step: int
+    last_step: int
+    layer: int
+    layer_name: str
+    source: str
+    gate: str
+    status: Status
+    value: float | None
+    value_reason: str | None = None
+    limit: float | None = None
+    floor: float | None = None
+    effective_tokens: float | None = None
+    experts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class GateResult:
+    """One gate over the whole run: its limits and its worst cell."""
+
+    gate: str
+    status: Status
+    op: str
+    warn: float | None
+    fail: float | None
+    worst: Cell | None
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The worst status per window and layer, for timelines: `status_WL` int8 of `Status`, -1 where nothing was judged."""
+
+    first_step_W: npt.NDArray[np.int64]
+    last_step_W: npt.NDArray[np.int64]
+    layers: tuple[int, ...]
+    status_WL: npt.NDArray[np.int8]
+
+
+@dataclass
+class Verdict:
+    """The whole judgement of one run under one policy. Contract: `design.md`, Verdicts and exit codes."""
+
+    status: Status
+    exit_code: int
+    run: dict[str, Any]
+    policy: dict[str, Any]
+    windows: dict[str, Any]
+    totals: dict[str, int]
+    gates: Sequence[GateResult] = ()
+    cells: Sequence[Cell] = ()  # those that are not PASS; all of them where asked
+    skipped: Sequence[dict[str, str]] = ()
+    waived: Sequence[dict[str, Any]] = ()
+    problems: Sequence[dict[str, str]] = ()
+    error: dict[str, str] | None = None
+    grid: Grid | None = field(default=None, repr=False)
