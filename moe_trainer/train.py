@@ -1,0 +1,341 @@
+"""The training loop: one `Trainer`, whose `fit` reads in one look.
+
+Shapes: B sequences of a micro-batch, S tokens of a sequence, V vocabulary, L MoE layers, E experts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import platform
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_audit.thresholds.errors import AuditError, UsageError
+from moe_trainer.checkpoint import last_checkpoint, load_checkpoint, save_checkpoint
+from moe_trainer.config import TrainConfig, load_config
+from moe_trainer.data import Batch, TokenStream, read_corpus, shard_cycle_steps
+from moe_trainer.model import Transformer
+from moe_trainer.moe.layer import MoE, post_step
+from moe_trainer.optim import build_optimizer, build_scheduler, load_optimizer_state
+from moe_trainer.runlog import RunLog
+
+if TYPE_CHECKING:
+    from moe_audit.hooks import Recorder
+
+RUN_FILES = ("config.toml", "routing.db", "routing.db-wal", "routing.db-shm", "train.log")
+RUN_FOLDERS = ("checkpoints", "tensorboard")
+
+
+class DivergedError(AuditError):
+    """The loss or a gradient is not finite: training stopped before it could spoil the weights."""
+
+    exit_code = 1
+
+
+def run(config: TrainConfig, folder: Path, *, overwrite: bool = False) -> Path:
+    """Train from the start into `folder`; returns the last checkpoint.
+
+    Raises:
+        UsageError: `folder` holds a run already (and not `overwrite`), or a setting or the text is wrong.
+        DivergedError: the loss became NaN or infinite.
+    """
+    make_run_folder(folder, overwrite)
+    return Trainer(config, folder).fit()
+
+
+def resume(folder: Path, overrides: tuple[str, ...] = ()) -> Path:
+    """Continue a run from its last checkpoint, as if it had never stopped; returns the last checkpoint.
+
+    Raises:
+        UsageError: nothing to resume, or the run is complete.
+        DivergedError: the loss became NaN or infinite.
+    """
+    checkpoint = last_checkpoint(folder)
+    config = load_config(folder / "config.toml", overrides)
+    return Trainer(config, folder, resume_from=checkpoint).fit()
+
+
+def make_run_folder(folder: Path, overwrite: bool) -> None:
+    """Make the folder; with `overwrite`, remove the run that is in it and nothing else."""
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder} is a file", "give a folder with --save-folder")
+    present = [folder / name for name in (*RUN_FILES, *RUN_FOLDERS) if (folder / name).exists()]
+    if present and not overwrite:
+        raise UsageError(
+            f"{folder} holds a run already",
+            f"continue it with `moe-train resume {folder}`, or replace it with --overwrite",
+        )
+    for path in present:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+class Trainer:
+    """One attempt of a run: from its start, or from a checkpoint, to its last step.
+
+    Args:
+        config: The resolved configuration.
+        folder: The run folder.
+        resume_from: Checkpoint to continue from; None starts at step 0.
+    """
+
+    def __init__(self, config: TrainConfig, folder: Path, resume_from: Path | None = None) -> None:
+        self.config, self.folder = config, folder
+        self.device = pick_device(config.train.device)
+        torch.manual_seed(config.train.seed)
+        self.stream = build_stream(config)
+        self.model = Transformer(config.model).to(self.device)
+        self.moe_layers = [module for module in self.model.modules() if isinstance(module, MoE)]
+        self.optimizer = build_optimizer(self.model, config.optim)
+        self.step = self._restore(resume_from) if resume_from else 0
+        self.scheduler = build_scheduler(self.optimizer, config.optim, config.train.steps, done=self.step)
+        if self.step >= config.train.steps:
+            raise UsageError(
+                f"{folder} is complete: {self.step} of {config.train.steps} steps are done",
+                f"for more steps: moe-train resume {folder} train.steps=N",
+            )
+        (folder / "config.toml").write_text(config.to_toml(), encoding="utf-8")
+        self.recorder = self._attach_recorder(resume=resume_from is not None)
+        self.counts_LE = self._zero_counts()
+
+    def fit(self) -> Path:
+        """Train to the last step; returns the last checkpoint."""
+        steps = self.config.train.steps
+        with RunLog(self.folder, steps, self.step + 1) as log, self._recorder_closed_after():
+            log.message(self._opening_line())
+            started, first = time.perf_counter(), self.step
+            while self.step < steps:
+                loss = self.forward_backward()
+                self.update(loss)
+                log.advance(self.step, float(loss))
+                if self._due(self.config.train.log_every):
+                    pace = (self.step - first) / (time.perf_counter() - started)
+                    self.report(log, float(loss), pace)
+                if self._due(self.config.checkpoint.save_every):
+                    checkpoint = self.save()
+            log.message(f"done: step {self.step}, {checkpoint}")
+        return checkpoint
+
+    def forward_backward(self) -> Tensor:
+        """Gradients of one optimizer step over all its micro-batches; returns the text's mean loss."""
+        config = self.config
+        total = torch.zeros((), device=self.device)
+        for _ in range(config.train.accumulation):
+            batch = self.stream.next_batch(config.train.micro_batch_sequences)
+            with self._recording(batch):
+                loss, router_loss = self.losses(batch)
+                (loss + router_loss).backward()
+            total += loss.detach()
+        return total
+
+    def losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(cross-entropy, router losses) of a micro-batch, as its part of the whole step's mean."""
+        inputs_BS = torch.from_numpy(batch.inputs_BS).to(self.device)
+        targets_BS = torch.from_numpy(batch.targets_BS).to(self.device)
+        divisor = self.config.tokens_per_step
+        logits_BSV, router_loss = self.model(inputs_BS, loss_divisor=divisor)
+        loss = F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten(), reduction="sum")
+        return loss / divisor, router_loss
+
+    def update(self, loss: Tensor) -> None:
+        """Clip, take the optimizer step, move the schedule and the routers' score biases on."""
+        optim = self.config.optim
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), optim.max_grad_norm)
+        self._stop_unless_finite(loss=float(loss), gradient_norm=float(norm))
+        learning_rates = self.learning_rates()
+        for i, stats in enumerate(post_step(self.moe_layers)):
+            self.counts_LE[i] += stats.counts_E
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.scheduler.step()
+        self.step += 1
+        if self.recorder is not None:
+            self.recorder.step(self.step, lr=learning_rates, loss=loss)
+
+    def learning_rates(self) -> dict[str, float]:
+        """Learning rate of the coming update: `all` (the dense part) and `router`."""
+        rates = {group["name"]: float(group["lr"]) for group in self.optimizer.param_groups}
+        return {"all": rates["dense"], "router": rates["router"]}
+
+    def report(self, log: RunLog, loss: float, steps_per_second: float) -> None:
+        """One log line and one point on every curve: loss, pace, and how the routers stand."""
+        max_load, min_load = self._worst_loads()
+        rates = self.learning_rates()
+        tokens_per_second = steps_per_second * self.config.tokens_per_step
+        log.message(
+            f"step {self.step}/{self.config.train.steps}  loss {loss:.4f}  lr {rates['all']:.2e}  "
+            f"{tokens_per_second:,.0f} tokens/s  routing load max {max_load:.2f} min {min_load:.2f}"
+        )
+        log.scalars(
+            self.step,
+            {
+                "train/loss": loss,
+                "train/lr": rates["all"],
+                "train/router_lr": rates["router"],
+                "train/tokens_per_second": tokens_per_second,
+                "routing/worst_max_load": max_load,
+                "routing/worst_min_load": min_load,
+            },
+        )
+        self.counts_LE = self._zero_counts()
+
+    def save(self) -> Path:
+        """Write a checkpoint; the recorder's counts up to this step go to disk first."""
+        if self.recorder is not None:
+            self.recorder.flush()
+        state: dict[str, Any] = {
+            "optimizer": self.optimizer.state_dict(),
+            "stream": self.stream.state_dict(),
+            "rng": torch.get_rng_state(),
+            "cuda_rng": torch.cuda.get_rng_state() if self.device.type == "cuda" else None,
+        }
+        return save_checkpoint(
+            self.folder / "checkpoints",
+            self.step,
+            self.model,
+            state,
+            self.config.to_toml(),
+            self.config.checkpoint.keep,
+        )
+
+    def _restore(self, checkpoint: Path) -> int:
+        state = load_checkpoint(checkpoint, self.model)
+        load_optimizer_state(self.optimizer, state["optimizer"])
+        self.stream.load_state_dict(state["stream"])
+        torch.set_rng_state(state["rng"])
+        if state["cuda_rng"] is not None and self.device.type == "cuda":
+            torch.cuda.set_rng_state(state["cuda_rng"])
+        return int(state["step"])
+
+    def _attach_recorder(self, resume: bool) -> Recorder | None:
+        if not self.config.recorder.enabled:
+            return None
+        from moe_audit.hooks import Recorder
+
+        recorder = Recorder.attach(
+            self.model,
+            self.folder / "routing.db",
+            sources=self.stream.corpus.sources,
+            flush_every=self.config.recorder.flush_every,
+            resume=resume,
+        )
+        recorder.set_meta(run_facts(self.config, self.stream))
+        return recorder
+
+    def _recording(self, batch: Batch) -> contextlib.AbstractContextManager[Any]:
+        if self.recorder is None:
+            return contextlib.nullcontext()
+        return self.recorder.microbatch(sources=torch.from_numpy(batch.sources_BS))
+
+    def _recorder_closed_after(self) -> contextlib.AbstractContextManager[Any]:
+        return self.recorder if self.recorder is not None else contextlib.nullcontext()
+
+    def _stop_unless_finite(self, **values: float) -> None:
+        for name, value in values.items():
+            if not math.isfinite(value):
+                raise DivergedError(
+                    f"training stopped at step {self.step + 1}: the {name.replace('_', ' ')} is "
+                    f"{value}; {self.folder} keeps its last checkpoint",
+                    "lower optim.lr, or look at the text of this step",
+                )
+
+    def _due(self, every: int) -> bool:
+        return self.step % every == 0 or self.step == self.config.train.steps
+
+    def _zero_counts(self) -> Tensor:
+        shape = (len(self.moe_layers), self.config.model.moe.num_experts)
+        return torch.zeros(shape, dtype=torch.int64, device=self.device)
+
+    def _worst_loads(self) -> tuple[float, float]:
+        """Largest and smallest expert load over all layers since the last report, in fair shares."""
+        load_LE = self.counts_LE / self.counts_LE.double().mean(dim=1, keepdim=True)
+        return float(load_LE.max()), float(load_LE.min())
+
+    def _opening_line(self) -> str:
+        parts = self.config.model.num_params_per_part().values()
+        return (
+            f"{self.folder}: steps {self.step + 1} to {self.config.train.steps} on {self.device}, "
+            f"{sum(total for total, _ in parts):,} parameters "
+            f"({sum(active for _, active in parts):,} active), sources "
+            + ", ".join(f"{k} {v:,}" for k, v in self.stream.corpus.source_tokens().items())
+            + " tokens"
+        )
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of a setting; `auto` is cuda where there is one.
+
+    Raises:
+        UsageError: cuda is asked for and absent.
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UsageError("train.device = 'cuda': no CUDA device here", "use train.device=cpu")
+    return torch.device(
+        "cuda" if name == "auto" and torch.cuda.is_available() else name.replace("auto", "cpu")
+    )
+
+
+def build_stream(config: TrainConfig) -> TokenStream:
+    """The token stream of a configuration, at its start."""
+    data = config.data
+    return TokenStream(
+        read_corpus(data.sources, data.max_document_bytes),
+        sequence_length=data.sequence_length,
+        shard_tokens=data.shard_tokens,
+        shard_order=data.shard_order,
+        shuffle=data.shuffle,
+        seed=config.train.seed,
+    )
+
+
+def run_facts(config: TrainConfig, stream: TokenStream) -> dict[str, Any]:
+    """What the trainer knows about its run and the audit wants to know, for `meta`."""
+    facts: dict[str, Any] = {
+        "framework": "moe_trainer",
+        "torch_version": torch.__version__,
+        "python_version": platform.python_version(),
+        "config_hash": config.sha256(),
+        "git_revision": git_revision(),
+        "balancing": balancing_rule(config),
+        "warmup_steps": config.optim.warmup_steps,
+        "shard_cycle_steps": shard_cycle_steps(
+            stream.corpus,
+            shard_tokens=stream.shard_tokens,
+            shard_order=stream.shard_order,
+            shuffle=stream.shuffle,
+            tokens_per_step=config.tokens_per_step,
+        ),
+    }
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def balancing_rule(config: TrainConfig) -> str:
+    """How the load is balanced, in words."""
+    moe = config.model.moe
+    rules = []
+    if moe.lb_loss_weight:
+        rules.append(f"{moe.lb_loss_granularity} loss {moe.lb_loss_weight:g}")
+    if moe.router.bias_gamma:
+        rules.append(f"score bias {moe.router.bias_gamma:g}")
+    return " + ".join(rules) or "none"
+
+
+def git_revision() -> str | None:
+    """Commit of the source tree this package runs from, if it is one."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() or None
