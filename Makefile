@@ -1,25 +1,45 @@
 # The two commands of the README are `make demo` and `make test`; both set up all that they need.
 
-VENV   := .venv
-PY     := $(VENV)/bin/python
-PIP    := $(PY) -m pip install -q --disable-pip-version-check -c constraints.txt
-RUNS   := runs
-SEED   := 1
+VENV    := .venv
+PY      := $(VENV)/bin/python
+PIP     := -m pip install -q --disable-pip-version-check -c constraints.txt
+PARITY  := .venv-parity
+RUNS    := runs
+SEED    := 1
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint types parity browser soak clean
+.PHONY: demo test lint types unit distributed parity browser soak clean
+
+# --- set-up: a stamp for each set of packages, made anew when what it was made from changes
 
 $(VENV)/bin/python:
 	python3 -m venv $(VENV)
 
-# One stamp for each set of packages, made anew when what it was made from changes.
 $(VENV)/demo.stamp: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(PIP) -e '.[train,report]'
+	$(PY) $(PIP) -e '.[train,report]'
 	touch $@
 
 $(VENV)/dev.stamp: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(PIP) -e '.[dev]'
+	$(PY) $(PIP) -e '.[dev]'
 	touch $@
+
+$(PARITY)/stamp: pyproject.toml constraints.txt
+	python3 -m venv $(PARITY)
+	$(PARITY)/bin/python $(PIP) -e '.[train,parity]' pytest hypothesis
+	touch $@
+
+# --- demo: a healthy and a sick run on the same real text, judged by the same policy
+
+demo: $(VENV)/demo.stamp
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" bash examples/demo.sh $(RUNS) $(SEED)
+
+# --- tests
+
+test: lint types unit
+
+lint: $(VENV)/dev.stamp
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
 
 # mypy does not see the folder mapping of an editable install, so it reads a tree of links.
 types: $(VENV)/dev.stamp
@@ -29,5 +49,21 @@ types: $(VENV)/dev.stamp
 	ln -s $(CURDIR)/moe_trainer build/types/
 	cd build/types && $(CURDIR)/$(PY) -m mypy --config-file $(CURDIR)/pyproject.toml -p moe_audit -p moe_trainer
 
-lint: $(VENV)/dev.stamp
-	$(PY) -m ruff check . && $(PY) -m ruff format --check .
+unit: $(VENV)/dev.stamp
+	$(PY) -m pytest -n 2 -m 'not parity and not distributed and not browser'
+
+distributed: $(VENV)/dev.stamp
+	$(PY) -m pytest -m distributed
+
+parity: $(PARITY)/stamp
+	$(PARITY)/bin/python -m pytest -m parity tests/parity
+
+browser: $(VENV)/dev.stamp
+	$(PY) -m pytest -m browser
+
+# The kill, lock and soak tests at their full counts; the result goes into benchmarks/LOG.md.
+soak: $(VENV)/dev.stamp
+	$(PY) -m pytest --soak -m 'not parity and not browser' tests/hooks tests/audit
+
+clean:
+	rm -rf $(VENV) $(PARITY) build runs .mypy_cache .ruff_cache
