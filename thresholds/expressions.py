@@ -1,7 +1,7 @@
 """Limits as small arithmetic expressions, such as ``min(1.5 + .75*g, 1 + .35*(c - 1))``.
 
 Variables: N experts, k picks per token, CF capacity factor, c = N/k (the largest load in fair shares that
-top-k allows), g = clip((log2 N - 3)/3, 0, 1) (0 up to 8 experts, 1 from 64 on). Functions: min, max, log2, clip.
+top-k allows), g = clip((log2 N - 3)/3, 0, 1) (0 up to 8 experts, 1 from 64). Functions: min, max, log2, clip.
 Nothing is ever executed: the syntax tree is walked and anything else in it is refused.
 """
 

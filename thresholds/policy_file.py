@@ -42,9 +42,9 @@ def _check_limit(value: object) -> object:
 class GateRule(_Model):
     """Limits of one gate. What is left out comes from the policy that is extended."""
 
-    enabled: bool | None = Field(None, description="false switches the gate off.")
+    enabled: bool | None = Field(default=None, description="false switches the gate off.")
     op: Op | None = Field(
-        None, description="When a value breaches its limit; the gate's own side by default."
+        default=None, description="When a value breaches its limit; the gate's own side by default."
     )
     warn: LimitText | None = None
     fail: LimitText | None = None
@@ -131,27 +131,27 @@ class PolicyFile(_Model):
 
     name: str | None = None
     description: str | None = None
-    extends: str | None = Field(None, description="A preset, or a file relative to this one.")
+    extends: str | None = Field(default=None, description="A preset, or a file relative to this one.")
     alpha: float | None = Field(
         None, gt=0, le=0.5, description="False alarms allowed over all cells of a run."
     )
     noise_aware: bool | None = Field(
-        None, description="Whether sampling floors decide between FAIL and INSUFFICIENT."
+        default=None, description="Whether sampling floors decide between FAIL and INSUFFICIENT."
     )
     lag: int | Literal["disjoint"] | None = Field(
         None,
         description="Windows between the two that stability compares; 'disjoint': the last without overlap.",
     )
     effect: Literal["router", "total"] | None = Field(
-        None, description="What stability gates judge: the router's part of a swing, or all of it."
+        default=None, description="What stability gates judge: the router's part of a swing, or all of it."
     )
     count_windows: Literal["disjoint", "consecutive"] | None = Field(
-        None, description="Which windows count towards min_windows and escalation."
+        default=None, description="Which windows count towards min_windows and escalation."
     )
-    min_windows: int | None = Field(None, ge=1)
-    length: int | None = Field(None, ge=1, description="Window length in steps.")
-    stride: int | None = Field(None, ge=1, description="Steps between the ends of windows.")
-    required: list[str] | None = Field(None, description="Gates that must have a decided cell.")
+    min_windows: int | None = Field(default=None, ge=1)
+    length: int | None = Field(default=None, ge=1, description="Window length in steps.")
+    stride: int | None = Field(default=None, ge=1, description="Steps between the ends of windows.")
+    required: list[str] | None = Field(default=None, description="Gates that must have a decided cell.")
     gates: Gates = {}
     overrides: list[Override] = []
     waivers: list[Waiver] = []
