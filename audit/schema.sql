@@ -1,10 +1,11 @@
 -- The routing store, schema version 1. Matrices are little-endian BLOBs over [sources, experts], row-major.
+-- A `crc` covers the values before it in its row, seeded with the row's key; NULL: not checked.
 
 CREATE TABLE meta (key TEXT PRIMARY KEY NOT NULL, value ANY) STRICT;
 
 CREATE TABLE layer (
   layer           INTEGER PRIMARY KEY,       -- 0-based index of the MoE layer's block in model order
-  name            TEXT NOT NULL UNIQUE,
+  name            TEXT NOT NULL,
   num_experts     INTEGER NOT NULL CHECK (num_experts > 0),
   top_k           INTEGER CHECK (top_k > 0), -- NULL where the number of picks varies
   capacity_factor REAL,                      -- NULL where dropless
@@ -12,13 +13,15 @@ CREATE TABLE layer (
   tags            TEXT NOT NULL DEFAULT '[]' -- JSON list, e.g. ["post_drop"]
 ) STRICT;
 
-CREATE TABLE source (source INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE) STRICT;
+CREATE TABLE source (source INTEGER PRIMARY KEY, name TEXT NOT NULL) STRICT;
 
 CREATE TABLE attempt (
   attempt    INTEGER PRIMARY KEY,
   start_step INTEGER NOT NULL,               -- earlier attempts count only before it
   started_at TEXT NOT NULL,
-  world_size INTEGER
+  world_size INTEGER,
+  writer     TEXT,                           -- tells the spilled records of one writer from another's
+  written    INTEGER NOT NULL DEFAULT 0      -- records and events of that writer taken in
 ) STRICT;
 
 CREATE TABLE record (
@@ -34,7 +37,8 @@ CREATE TABLE record (
   lr              REAL,
   router_lr       REAL,
   loss            REAL,
-  written_at      TEXT NOT NULL
+  written_at      TEXT NOT NULL,
+  crc             INTEGER                    -- CRC-32 of attempt to written_at, as JSON
 ) STRICT;
 
 CREATE TABLE load (
@@ -44,9 +48,10 @@ CREATE TABLE load (
   prob_sum BLOB,                             -- f4 [sources, experts]: sum of row-normalised gate probabilities
   tokens   BLOB,                             -- i8 [sources]: tokens that reached the router
   top1     BLOB,                             -- f4 [sources, 2]: sum, sum of squares of the largest probability
-  invalid  INTEGER NOT NULL DEFAULT 0        -- picks whose id is no expert (NaN logits, sentinels)
+  invalid  INTEGER NOT NULL DEFAULT 0,       -- picks whose id is no expert (NaN logits, sentinels)
+  crc      BLOB                              -- u4 [4]: CRC-32 of each matrix, 0 where there is none
 ) STRICT;
-CREATE UNIQUE INDEX load_record_layer ON load (record, layer);
+CREATE UNIQUE INDEX load_layer_record ON load (layer, record);
 
 CREATE TABLE layer_stat (
   record     INTEGER NOT NULL REFERENCES record,
@@ -56,11 +61,17 @@ CREATE TABLE layer_stat (
   dropped    BLOB,                           -- u4 [experts]: assignments dropped for capacity
   logit_mean BLOB,                           -- f4 [experts]
   logit_std  BLOB,                           -- f4 [experts]
-  calls      INTEGER                         -- router forwards in this record
+  calls      INTEGER,                        -- router forwards in this record
+  crc        BLOB                            -- u4 [5]: CRC-32 of each array, 0 where there is none
 ) STRICT;
-CREATE UNIQUE INDEX layer_stat_record_layer ON layer_stat (record, layer);
+CREATE UNIQUE INDEX layer_stat_layer_record ON layer_stat (layer, record);
 
-CREATE TABLE event (event INTEGER PRIMARY KEY, step INTEGER, kind TEXT NOT NULL, detail TEXT NOT NULL DEFAULT '{}') STRICT;
+CREATE TABLE event (
+  event  INTEGER PRIMARY KEY,
+  step   INTEGER,
+  kind   TEXT NOT NULL,
+  detail TEXT NOT NULL DEFAULT '{}'          -- JSON object
+) STRICT;
 
 -- A record counts unless a later attempt starts at or before its last step.
 CREATE VIEW live_record AS
@@ -85,8 +96,8 @@ SELECT
   + (instr(all_bytes, substr(d.counts, 4 * (s.source * l.num_experts + e.expert) + 4, 1)) - 1) * 16777216
   AS count
 FROM record r
-JOIN load d ON d.record = r.record
-JOIN layer l ON l.layer = d.layer
+JOIN layer l
+JOIN load d ON d.record = r.record AND d.layer = l.layer
 JOIN source s ON 4 * s.source * l.num_experts < length(d.counts)
 JOIN expert e ON e.expert < l.num_experts
 CROSS JOIN byte;
