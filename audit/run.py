@@ -174,6 +174,10 @@ class Run:
         out[[r for r, _ in self._blobs("load", "invalid", layer)]] = True
         return out
 
+    def query(self, sql: str, *values: Any) -> sqlite3.Cursor:
+        """Rows of a statement as they come, for passes over more than memory should hold."""
+        return self._connection.execute(sql, values)
+
     # -- SQL, with SQLite's errors turned into one clear message
 
     def _rows(self, sql: str, *values: Any) -> list[Any]:
