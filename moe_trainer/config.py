@@ -41,14 +41,14 @@ class ModelConfig(Config):
         moe: The MoE layers.
     """
 
-    num_layers: int = Field(4, ge=1)
-    d_model: int = Field(128, ge=2)
-    num_heads: int = Field(4, ge=1)
-    num_kv_heads: int = Field(2, ge=1)
-    rope_theta: float = Field(10_000.0, gt=0)
-    norm_eps: float = Field(1e-5, gt=0)
-    moe_every: int = Field(1, ge=1)
-    dense_hidden_size: int = Field(512, ge=1)
+    num_layers: int = Field(default=4, ge=1)
+    d_model: int = Field(default=128, ge=2)
+    num_heads: int = Field(default=4, ge=1)
+    num_kv_heads: int = Field(default=2, ge=1)
+    rope_theta: float = Field(default=10_000.0, gt=0)
+    norm_eps: float = Field(default=1e-5, gt=0)
+    moe_every: int = Field(default=1, ge=1)
+    dense_hidden_size: int = Field(default=512, ge=1)
     attend_within_documents: bool = False
     moe: MoEConfig = MoEConfig(num_experts=8, hidden_size=256)
 
@@ -105,10 +105,10 @@ class DataConfig(Config):
         shuffle: Grain of the shuffle: document | shard | none.
     """
 
-    sources: dict[str, str] = {}
-    sequence_length: int = Field(128, ge=1)
-    max_document_bytes: int = Field(1024, ge=1)
-    shard_tokens: int = Field(20_480, ge=1)
+    sources: dict[str, str] = Field(default_factory=dict)
+    sequence_length: int = Field(default=128, ge=1)
+    max_document_bytes: int = Field(default=1024, ge=1)
+    shard_tokens: int = Field(default=20_480, ge=1)
     shard_order: ShardOrder = "interleaved"
     shuffle: ShuffleGrain = "document"
 
@@ -127,16 +127,16 @@ class OptimConfig(Config):
         max_grad_norm: Gradients are clipped to this norm over all parameters.
     """
 
-    lr: float = Field(3e-3, gt=0)
-    router_lr_multiplier: float = Field(1.0, ge=0)
-    expert_lr_multiplier: float = Field(1.0, ge=0)
-    weight_decay: float = Field(0.1, ge=0)
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.95, ge=0, lt=1)
-    eps: float = Field(1e-8, gt=0)
-    warmup_steps: int = Field(30, ge=0)
-    min_lr_ratio: float = Field(0.1, ge=0, le=1)
-    max_grad_norm: float = Field(1.0, gt=0)
+    lr: float = Field(default=3e-3, gt=0)
+    router_lr_multiplier: float = Field(default=1.0, ge=0)
+    expert_lr_multiplier: float = Field(default=1.0, ge=0)
+    weight_decay: float = Field(default=0.1, ge=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    eps: float = Field(default=1e-8, gt=0)
+    warmup_steps: int = Field(default=30, ge=0)
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+    max_grad_norm: float = Field(default=1.0, gt=0)
 
 
 class LoopConfig(Config):
@@ -151,12 +151,12 @@ class LoopConfig(Config):
         log_every: Steps between log lines and TensorBoard points.
     """
 
-    steps: int = Field(300, ge=1)
-    micro_batch_sequences: int = Field(16, ge=1)
-    accumulation: int = Field(1, ge=1)
-    seed: int = Field(1, ge=0)
+    steps: int = Field(default=300, ge=1)
+    micro_batch_sequences: int = Field(default=16, ge=1)
+    accumulation: int = Field(default=1, ge=1)
+    seed: int = Field(default=1, ge=0)
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    log_every: int = Field(10, ge=1)
+    log_every: int = Field(default=10, ge=1)
 
 
 class RecorderConfig(Config):
@@ -168,7 +168,7 @@ class RecorderConfig(Config):
     """
 
     enabled: bool = True
-    flush_every: int = Field(10, ge=1)
+    flush_every: int = Field(default=10, ge=1)
 
 
 class CheckpointConfig(Config):
@@ -179,8 +179,8 @@ class CheckpointConfig(Config):
         keep: How many of the newest checkpoints stay on disk.
     """
 
-    save_every: int = Field(100, ge=1)
-    keep: int = Field(2, ge=1)
+    save_every: int = Field(default=100, ge=1)
+    keep: int = Field(default=2, ge=1)
 
 
 class TrainConfig(Config):

@@ -106,8 +106,10 @@ def read_corpus(folders: dict[str, str], max_document_bytes: int) -> Corpus:
     """Read one folder of text files per source, files in the order of their paths.
 
     Raises:
-        UsageError: a folder is missing or holds no text.
+        UsageError: no source is given, or a folder is missing or holds no text.
     """
+    if not folders:
+        raise UsageError("data.sources is empty", "name at least one folder of text: data.sources.prose=DIR")
     documents = {source: list(_read_texts(source, Path(path))) for source, path in folders.items()}
     return build_corpus(documents, max_document_bytes)
 
@@ -241,6 +243,7 @@ class TokenStream:
         self.shuffle = shuffle
         self.seed = seed
         self.position = 0  # tokens handed out since the start of the run
+        self._fingerprint = corpus.fingerprint()
         self._epoch_cache: tuple[int, NDArray[np.uint16], NDArray[np.int16]] | None = None
 
     def next_batch(self, sequences: int, *, rank: int = 0, world_size: int = 1) -> Batch:
@@ -256,7 +259,7 @@ class TokenStream:
         )
 
     def state_dict(self) -> dict[str, int | str]:
-        return {"position": self.position, "corpus": self.corpus.fingerprint()}
+        return {"position": self.position, "corpus": self._fingerprint}
 
     def load_state_dict(self, state: dict[str, int | str]) -> None:
         """Stand where the saved run stood.
@@ -264,7 +267,7 @@ class TokenStream:
         Raises:
             UsageError: the text is not the text that the saved run read.
         """
-        if state["corpus"] != self.corpus.fingerprint():
+        if state["corpus"] != self._fingerprint:
             raise UsageError(
                 "the training text differs from the text of the saved run",
                 "restore the folders of data.sources, or start a new run",

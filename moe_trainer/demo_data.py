@@ -37,10 +37,9 @@ def write_demo(folder: Path) -> dict[str, int]:
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} exists and is not empty", "give a new folder with -o")
-    sizes = {}
-    for source, documents in demo_sources().items():
-        chosen = list(_take(documents, SOURCE_BYTES))
-        size = sum(len(text.encode()) for _, text in chosen)
+    chosen = {source: list(_take(documents)) for source, documents in demo_sources().items()}
+    sizes = {source: sum(len(text.encode()) for _, text in documents) for source, documents in chosen.items()}
+    for source, size in sizes.items():
         if size < MIN_SOURCE_BYTES:
             raise UsageError(
                 f"demo source '{source}' has {size:,} bytes of text on this machine, "
@@ -48,10 +47,10 @@ def write_demo(folder: Path) -> dict[str, int]:
                 "install the full Python standard library, torch and pandas, or train on your own "
                 "folders with data.sources",
             )
+    for source, documents in chosen.items():
         (folder / source).mkdir(parents=True)
-        for number, (name, text) in enumerate(chosen):
+        for number, (name, text) in enumerate(documents):
             (folder / source / f"{number:04d}_{name}").write_bytes(text.encode())
-        sizes[source] = size
     return sizes
 
 
@@ -66,14 +65,14 @@ def demo_sources() -> dict[str, Iterable[Document]]:
     }
 
 
-def _take(documents: Iterable[Document], budget: int) -> Iterator[Document]:
+def _take(documents: Iterable[Document]) -> Iterator[Document]:
     taken = 0
     for name, text in documents:
         size = len(text.encode())
         if 200 <= size <= MAX_FILE_BYTES:
             yield name, text
             taken += size
-        if taken >= budget:
+        if taken >= SOURCE_BYTES:
             return
 
 

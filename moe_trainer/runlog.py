@@ -25,7 +25,8 @@ class RunLog:
     Args:
         folder: The run folder; `train.log` and `tensorboard/` go there.
         steps: Steps of the whole run.
-        first_step: The first step of this attempt; TensorBoard drops what earlier attempts wrote from there on.
+        first_step: The first step of this attempt. From there on TensorBoard drops what earlier attempts
+            wrote.
     """
 
     def __init__(self, folder: Path, steps: int, first_step: int) -> None:

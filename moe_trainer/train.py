@@ -47,8 +47,9 @@ def run(config: TrainConfig, folder: Path, *, overwrite: bool = False) -> Path:
         UsageError: `folder` holds a run already (and not `overwrite`), or a setting or the text is wrong.
         DivergedError: the loss became NaN or infinite.
     """
+    stream = build_stream(config)  # before anything of an old run is removed
     make_run_folder(folder, overwrite)
-    return Trainer(config, folder).fit()
+    return Trainer(config, folder, stream).fit()
 
 
 def resume(folder: Path, overrides: tuple[str, ...] = ()) -> Path:
@@ -60,7 +61,7 @@ def resume(folder: Path, overrides: tuple[str, ...] = ()) -> Path:
     """
     checkpoint = last_checkpoint(folder)
     config = load_config(folder / "config.toml", overrides)
-    return Trainer(config, folder, resume_from=checkpoint).fit()
+    return Trainer(config, folder, build_stream(config), resume_from=checkpoint).fit()
 
 
 def make_run_folder(folder: Path, overwrite: bool) -> None:
@@ -87,14 +88,20 @@ class Trainer:
     Args:
         config: The resolved configuration.
         folder: The run folder.
+        stream: The tokens to train on.
         resume_from: Checkpoint to continue from; None starts at step 0.
     """
 
-    def __init__(self, config: TrainConfig, folder: Path, resume_from: Path | None = None) -> None:
-        self.config, self.folder = config, folder
+    def __init__(
+        self,
+        config: TrainConfig,
+        folder: Path,
+        stream: TokenStream,
+        resume_from: Path | None = None,
+    ) -> None:
+        self.config, self.folder, self.stream = config, folder, stream
         self.device = pick_device(config.train.device)
         torch.manual_seed(config.train.seed)
-        self.stream = build_stream(config)
         self.model = Transformer(config.model).to(self.device)
         self.moe_layers = [module for module in self.model.modules() if isinstance(module, MoE)]
         self.optimizer = build_optimizer(self.model, config.optim)

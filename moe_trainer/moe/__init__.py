@@ -1,4 +1,8 @@
-"""The mixture-of-experts layer: router, experts, dispatch, losses and their configuration."""
+"""The mixture-of-experts layer: router, experts, dispatch, losses and their configuration.
+
+Only the configuration is imported here, so that reading one needs no torch (`moe-train plan`); the layer
+is `moe_trainer.moe.layer.MoE`.
+"""
 
 from moe_trainer.moe.config import (
     ConfigError,
@@ -8,20 +12,12 @@ from moe_trainer.moe.config import (
     RouterOptions,
     SharedExpertsConfig,
 )
-from moe_trainer.moe.layer import LoadStats, MoE, MoELosses, post_step
-from moe_trainer.moe.router import Router, RouterOutput
 
 __all__ = [
     "ConfigError",
     "LatentConfig",
-    "LoadStats",
-    "MoE",
     "MoEConfig",
-    "MoELosses",
-    "Router",
     "RouterConfig",
     "RouterOptions",
-    "RouterOutput",
     "SharedExpertsConfig",
-    "post_step",
 ]
