@@ -6,19 +6,37 @@ Shapes: R records, S sources, E experts of a layer.
 from __future__ import annotations
 
 import json
-import sqlite3
-from collections.abc import Iterator
+import math
+import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from moe_audit.store import UNLABELLED, Floats, Ints, LayerInfo, check_format
+
+from moe_audit.read_only import ReadOnly, damaged
+from moe_audit.record import (
+    LOAD_DTYPES,
+    RECORD_COLUMNS,
+    STAT_DTYPES,
+    Floats,
+    Ints,
+    LayerInfo,
+    crc_seed,
+    record_crc,
+)
+from moe_audit.spill import spilled_records
 from moe_audit.thresholds.errors import StoreError, UsageError
 
 STORE_NAME = "routing.db"
+MAX_EXPERTS = 2**20  # more is damage: it keeps a flipped bit from asking for all memory
+
+Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -60,39 +78,71 @@ class Event:
     detail: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Gap:
+    """Steps of which no live record is left: a resume began inside a record, or a crash took the last ones."""
+
+    first_step: int
+    last_step: int
+
+
 class Run:
     """A routing store, open for reading. Open it with `open_run`; it is a context manager.
 
-    `records` are the live ones (not superseded by a later attempt) of `phase`, by step; every array
-    method returns its rows in that order.
+    One read transaction: what a writer adds meanwhile is not seen. `records` are the live ones (not
+    superseded by a later attempt) of `phase`, by step; every array method returns its rows in that order.
+    Every method raises StoreError where the file does not hold what was written: a damaged page, an array of
+    a wrong size or checksum.
+
+    Attributes:
+        path, phase: What was opened.
+        meta: Keys and values as the writer gave them.
+        layers, sources, attempts: In the order of their numbers.
+        records: See above.
+        phases: Phases that have live records.
+        superseded: How many records of `phase` a later attempt has replaced.
+        spilled: How many records wait in the spill file beside the store, not counted here.
     """
 
-    def __init__(self, path: Path, connection: sqlite3.Connection, phase: str) -> None:
+    def __init__(self, path: Path, phase: str = "train") -> None:
         self.path = path
         self.phase = phase
-        self._connection = connection
+        self._db = ReadOnly(path)
+        try:
+            self._read_tables()
+        except BaseException:
+            self._db.close()
+            raise
+
+    def _read_tables(self) -> None:
         self.meta: dict[str, Any] = dict(self._rows("SELECT key, value FROM meta"))
         self.layers = [
-            LayerInfo(*row[:-1], tuple(json.loads(row[-1])))
+            _layer_info(self.path, row)
             for row in self._rows(
-                "SELECT layer, name, num_experts, top_k, capacity_factor, gating, tags FROM layer ORDER BY layer"
+                "SELECT layer, name, num_experts, top_k, capacity_factor, gating, tags FROM layer"
+                " ORDER BY layer"
             )
         ]
-        self.sources = [name for (name,) in self._rows("SELECT name FROM source ORDER BY source")]
+        self.sources = [str(name) for (name,) in self._rows("SELECT name FROM source ORDER BY source")]
+        columns = "attempt, start_step, started_at, world_size"
         self.attempts = [
-            Attempt(*row)
-            for row in self._rows(
-                "SELECT attempt, start_step, started_at, world_size FROM attempt ORDER BY attempt"
-            )
+            Attempt(*_typed(self.path, "attempt", row, (int, int, str, int | None)))
+            for row in self._rows(f"SELECT {columns} FROM attempt ORDER BY attempt")
         ]
+        self.phases = [str(phase) for (phase,) in self._rows("SELECT DISTINCT phase FROM live_record")]
         self.records = [
-            RecordInfo(*row)
+            _record_info(self.path, row)
             for row in self._rows(
-                "SELECT record, attempt, phase, first_step, last_step, microbatches, tokens, excluded_tokens,"
-                " ranks, lr, router_lr, loss, written_at FROM live_record WHERE phase = ? ORDER BY last_step, record",
-                phase,
+                f"SELECT record, {', '.join(RECORD_COLUMNS)}, crc FROM live_record WHERE phase = ?"
+                " ORDER BY last_step, record",
+                self.phase,
             )
         ]
+        steps = self._rows("SELECT count(*), min(first_step) FROM record WHERE phase = ?", self.phase)
+        count, self._first_step = steps[0]
+        self.superseded = count - len(self.records)
+        self.spilled = spilled_records(self.path)
+        self._row_of_record = {info.record: r for r, info in enumerate(self.records)}
 
     def __enter__(self) -> Run:
         return self
@@ -101,147 +151,176 @@ class Run:
         self.close()
 
     def close(self) -> None:
-        self._connection.close()
+        """Closes the file."""
+        self._db.close()
 
     @cached_property
     def events(self) -> list[Event]:
         """All events of the run, in the order in which they were written."""
-        return [
-            Event(number, step, kind, json.loads(detail))
-            for number, step, kind, detail in self._rows(
-                "SELECT event, step, kind, detail FROM event ORDER BY event"
-            )
-        ]
+        out = []
+        for number, step, kind, text in self._rows(
+            "SELECT event, step, kind, detail FROM event ORDER BY event"
+        ):
+            try:
+                out.append(Event(number, step, kind, dict(json.loads(text))))
+            except (TypeError, ValueError) as error:
+                raise damaged(self.path, f"event {number}: {error}") from error
+        return out
+
+    @cached_property
+    def gaps(self) -> list[Gap]:
+        """Steps that a resume left without a live record; steps that no attempt recorded on purpose are none."""
+        if not self.records:
+            return []
+        before = [(self.records[0].first_step, self._first_step - 1)]
+        between = [(b.first_step, a.last_step) for a, b in pairwise(self.records) if a.attempt != b.attempt]
+        return [Gap(last + 1, first - 1) for first, last in before + between if first > last + 1]
 
     def layer_info(self, layer: int) -> LayerInfo:
+        """The layer of this number.
+
+        Raises:
+            UsageError: there is none.
+        """
         for info in self.layers:
             if info.layer == layer:
                 return info
         known = ", ".join(str(info.layer) for info in self.layers)
         raise UsageError(f"{self.path} has no layer {layer}", f"its layers are {known}")
 
+    # -- arrays, layer by layer
+
     def counts(self, layer: int) -> Ints:
         """Router picks before any drop, int64 [R, S, E]; a record without this layer is all zeros."""
-        E = self.layer_info(layer).num_experts
-        out = np.zeros((len(self.records), len(self.sources), E), dtype=np.int64)
-        for r, blob in self._blobs("load", "counts", layer):
-            out[r] = self._per_source(blob, "<u4", (E,), layer, r)
-        return out
+        out = self._stack("load", "counts", layer, np.int64)
+        shape = (len(self.records), len(self.sources), self.layer_info(layer).num_experts)
+        return np.zeros(shape, np.int64) if out is None else out
 
     def prob_sum(self, layer: int) -> Floats | None:
-        """Sums of gate probabilities (each row a distribution), float64 [R, S, E]; None where none were recorded."""
-        return self._optional(
-            "load", "prob_sum", layer, "<f4", (self.layer_info(layer).num_experts,), per_source=True
-        )
+        """Sums of gate probabilities (each row a distribution), float64 [R, S, E]; None: not recorded."""
+        return self._stack("load", "prob_sum", layer, np.float64)
 
     def tokens(self, layer: int) -> Ints | None:
         """Tokens that reached the router, int64 [R, S]; None where not known."""
-        out = self._optional("load", "tokens", layer, "<i8", (), per_source=True)
-        return None if out is None else out.astype(np.int64)
+        return self._stack("load", "tokens", layer, np.int64)
 
     def top1(self, layer: int) -> Floats | None:
-        """Sum and sum of squares of the largest probability, float64 [R, S, 2]; None where none were recorded."""
-        return self._optional("load", "top1", layer, "<f4", (2,), per_source=True)
+        """Sum and sum of squares of the largest probability, float64 [R, S, 2]; None: not recorded."""
+        return self._stack("load", "top1", layer, np.float64)
 
     def stat(self, layer: int, name: str) -> Floats | None:
-        """One of peak, sq_over_t, dropped, logit_mean, logit_std: float64 [R, E]; None where none were recorded."""
-        dtype = {
-            "peak": "<f4",
-            "sq_over_t": "<f8",
-            "dropped": "<u4",
-            "logit_mean": "<f4",
-            "logit_std": "<f4",
-        }[name]
-        return self._optional(
-            "layer_stat",
-            name,
-            layer,
-            dtype,
-            (self.layer_info(layer).num_experts,),
-            per_source=False,
-        )
+        """One of peak, sq_over_t, dropped, logit_mean, logit_std: float64 [R, E]; None: not recorded."""
+        return self._stack("layer_stat", name, layer, np.float64)
 
     def invalid(self, layer: int) -> Ints:
         """Picks whose id is no expert, int64 [R]."""
-        out = np.zeros(len(self.records), dtype=np.int64)
-        for r, value in self._blobs("load", "invalid", layer):
-            out[r] = value
-        return out
+        return self._integers("load", "invalid", layer)
+
+    def calls(self, layer: int) -> Ints:
+        """Router forwards, int64 [R]; 0 where not known."""
+        return self._integers("layer_stat", "calls", layer)
 
     def present(self, layer: int) -> npt.NDArray[np.bool_]:
         """Whether the layer has a row in each record, bool [R]."""
         out = np.zeros(len(self.records), dtype=bool)
-        out[[r for r, _ in self._blobs("load", "invalid", layer)]] = True
+        for (record,) in self._rows("SELECT record FROM load WHERE layer = ?", layer):
+            if record in self._row_of_record:
+                out[self._row_of_record[record]] = True
         return out
 
-    def query(self, sql: str, *values: Any) -> sqlite3.Cursor:
-        """Rows of a statement as they come, for passes over more than memory should hold."""
-        return self._connection.execute(sql, values)
+    def scan(self, *columns: str) -> Iterator[tuple[int, int, tuple[Array | None, ...]]]:
+        """One sweep over the file in the order in which it was written, for sums over all layers at once.
 
-    # -- SQL, with SQLite's errors turned into one clear message
+        Args:
+            columns: Of counts (u4 [S, E]), prob_sum (f4 [S, E]), tokens (i8 [S]), top1 (f4 [S, 2]).
+
+        Yields:
+            (row of the record, layer, its arrays in the order of `columns`): read-only views, None where
+            NULL.
+        """
+        infos = {info.layer: info for info in self.layers}
+        select = f"SELECT record, layer, crc, {', '.join(columns)} FROM load NOT INDEXED ORDER BY rowid"
+        for record, layer, crc, *blobs in self._db.rows(select):
+            r = self._row_of_record.get(record)
+            if r is None:
+                continue
+            if layer not in infos:
+                raise damaged(self.path, f"record {record} has a layer {layer}")
+            arrays = (
+                None if blob is None else self._array(column, infos[layer], record, blob, crc)
+                for column, blob in zip(columns, blobs, strict=True)
+            )
+            yield r, layer, tuple(arrays)
+
+    # -- from SQL to arrays
 
     def _rows(self, sql: str, *values: Any) -> list[Any]:
-        try:
-            return self._connection.execute(sql, values).fetchall()
-        except sqlite3.DatabaseError as error:
-            raise StoreError(
-                f"{self.path} cannot be read: {error}", "restore the file from a copy"
-            ) from error
+        return list(self._db.rows(sql, *values))
 
-    @cached_property
-    def _row_of_record(self) -> dict[int, int]:
-        return {info.record: r for r, info in enumerate(self.records)}
-
-    def _blobs(self, table: str, column: str, layer: int) -> Iterator[tuple[int, Any]]:
-        """(row, value) of one column of one layer, for the records of this run."""
-        row_of_record = self._row_of_record
-        for record, value in self._rows(f"SELECT record, {column} FROM {table} WHERE layer = ?", layer):
-            if record in row_of_record:
-                yield row_of_record[record], value
-
-    def _optional(
-        self,
-        table: str,
-        column: str,
-        layer: int,
-        dtype: str,
-        shape: tuple[int, ...],
-        *,
-        per_source: bool,
-    ) -> Floats | None:
-        lead = (len(self.sources),) if per_source else ()
-        out = np.zeros((len(self.records), *lead, *shape), dtype=np.float64)
-        seen = False
-        for r, blob in self._blobs(table, column, layer):
-            if blob is None:
+    def _stack(self, table: str, column: str, layer: int, dtype: type) -> Array | None:
+        """A column of a layer over all records; None where every row is NULL."""
+        info = self.layer_info(layer)
+        out: Array | None = None
+        sql = f"SELECT record, {column}, crc FROM {table} WHERE layer = ?"
+        for record, blob, crc in self._db.rows(sql, layer):
+            r = self._row_of_record.get(record)
+            if r is None or (blob is None and column != "counts"):
                 continue
-            seen = True
-            if per_source:
-                out[r] = self._per_source(blob, dtype, shape, layer, r)
-            else:
-                out[r] = self._decode(blob, dtype, int(np.prod(shape)), layer, r).reshape(shape)
-        return out if seen else None
+            array = self._array(column, info, record, blob, crc)
+            if out is None:  # only now: the first array has shown that the sizes in `layer` are right
+                out = np.zeros((len(self.records), *array.shape), dtype)
+            out[r] = array
+        return out
 
-    def _per_source(
-        self, blob: bytes, dtype: str, shape: tuple[int, ...], layer: int, r: int
-    ) -> npt.NDArray[Any]:
-        """A [S, …] matrix; one written before the source `unlabelled` was added lacks that last row: zeros."""
-        per_source = int(np.prod(shape, dtype=np.int64))
-        S = len(self.sources)
-        short = (S - 1) * per_source
-        if S > 1 and self.sources[-1] == UNLABELLED and len(blob) == short * np.dtype(dtype).itemsize:
-            known = np.frombuffer(blob, dtype).reshape(S - 1, *shape)
-            return np.concatenate([known, np.zeros((1, *shape), dtype)])
-        return self._decode(blob, dtype, S * per_source, layer, r).reshape(S, *shape)
-
-    def _decode(self, blob: bytes, dtype: str, size: int, layer: int, r: int) -> npt.NDArray[Any]:
-        if len(blob) != size * np.dtype(dtype).itemsize:
-            raise StoreError(
-                f"{self.path}: record {self.records[r].record}, layer {layer} holds {len(blob)} bytes"
-                f" where {size * np.dtype(dtype).itemsize} belong",
-                "the store is damaged: restore it from a copy",
+    def _array(self, column: str, info: LayerInfo, record: int, blob: Any, crc: Any) -> Array:
+        """One BLOB as a read-only array, once its size and its checksum are found right."""
+        place, dtype, per_source, tail = _COLUMNS[column]
+        if not isinstance(blob, bytes) or not isinstance(crc, bytes | None):
+            raise damaged(self.path, f"record {record}, layer {info.layer}: {column} is no BLOB")
+        if crc is not None:
+            written = int.from_bytes(crc[4 * place : 4 * place + 4], "little")
+            if written != zlib.crc32(blob, crc_seed(record, info.layer)):
+                raise damaged(
+                    self.path,
+                    f"record {record}, layer {info.layer}: {column} is not what was written (checksum)",
+                )
+        shape = tuple(info.num_experts if n < 0 else n for n in tail)
+        row = dtype.itemsize * math.prod(shape)
+        S = len(self.sources) if per_source else 1
+        have, rest = divmod(len(blob), row)
+        if rest or have == 0 or have > S or (have < S and crc is None):
+            raise damaged(
+                self.path,
+                f"record {record}, layer {info.layer}: {column} has {len(blob)} bytes where {S * row} belong",
             )
-        return np.frombuffer(blob, dtype)
+        array = np.frombuffer(blob, dtype).reshape(*((have,) if per_source else ()), *shape)
+        if have < S:  # written before the last sources were added
+            array = np.concatenate([array, np.zeros((S - have, *shape), dtype)])
+        return array
+
+    def _integers(self, table: str, column: str, layer: int) -> Ints:
+        out = np.zeros(len(self.records), dtype=np.int64)
+        for record, value in self._db.rows(f"SELECT record, {column} FROM {table} WHERE layer = ?", layer):
+            r = self._row_of_record.get(record)
+            if r is not None and value is not None:
+                if not isinstance(value, int):
+                    raise damaged(self.path, f"record {record}, layer {layer}: {column} is no integer")
+                out[r] = value
+        return out
+
+
+# Of each array: its place in the row's checksums, its type, whether it has a row a source, the rest of its
+# shape (-1: experts).
+_COLUMNS: dict[str, tuple[int, np.dtype[Any], bool, tuple[int, ...]]] = {
+    **{
+        name: (place, np.dtype(dtype), True, {"tokens": (), "top1": (2,)}.get(name, (-1,)))
+        for place, (name, dtype) in enumerate(LOAD_DTYPES.items())
+    },
+    **{
+        name: (place, np.dtype(dtype), False, (-1,))
+        for place, (name, dtype) in enumerate(STAT_DTYPES.items())
+    },
+}
 
 
 def open_run(path: str | Path, phase: str = "train") -> Run:
@@ -257,10 +336,35 @@ def open_run(path: str | Path, phase: str = "train") -> Run:
         raise UsageError(f"{file} does not exist", f"name a run folder that holds {STORE_NAME}, or the file")
     if file.stat().st_size == 0:
         raise StoreError(f"{file} is empty", "no run was recorded in it")
-    connection = sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro", uri=True, timeout=5.0)
+    return Run(file, phase)
+
+
+def _typed(path: Path, what: str, row: Sequence[Any], types: Sequence[type | UnionType]) -> Sequence[Any]:
+    """The row, if its values have these types; damage can change the type of a value."""
+    if not all(isinstance(value, kind) for value, kind in zip(row, types, strict=True)):
+        raise damaged(path, f"{what} {row[0]!r} holds values of a wrong type")
+    return row
+
+
+def _layer_info(path: Path, row: Sequence[Any]) -> LayerInfo:
+    _typed(path, "layer", row, (int, str, int, int | None, float | None, str | None, str))
+    layer, name, num_experts, top_k, capacity_factor, gating, tags = row
     try:
-        check_format(connection, file)
-        return Run(file, connection, phase)
-    except Exception:
-        connection.close()
-        raise
+        tags = tuple(str(tag) for tag in json.loads(tags))
+    except (TypeError, ValueError) as error:
+        raise damaged(path, f"layer {layer}: {error}") from error
+    if not 0 < num_experts <= MAX_EXPERTS or (top_k is not None and top_k < 1):
+        raise damaged(path, f"layer {layer} has {num_experts} experts and top-k {top_k}")
+    return LayerInfo(layer, name, num_experts, top_k, capacity_factor, gating, tags)
+
+
+def _record_info(path: Path, row: Sequence[Any]) -> RecordInfo:
+    *values, crc = row
+    whole, real = int | None, float | None
+    _typed(
+        path, "record", values, (int, int, str, int, int, whole, whole, whole, whole, real, real, real, str)
+    )
+    info = RecordInfo(*values)
+    if info.last_step < info.first_step or (crc is not None and crc != record_crc(values[1:])):
+        raise damaged(path, f"record {info.record} is not what was written (checksum)")
+    return info

@@ -1,4 +1,4 @@
-"""The schema of the routing store, as migrations of sqlite-utils. Only writers import this: it is slow to load."""
+"""The schema of the routing store, as migrations of sqlite-utils. Only writers import this: it loads slowly."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
-from moe_audit.store import APPLICATION_ID, SCHEMA_VERSION, LayerInfo, meta_rows
 from sqlite_utils import Database
 from sqlite_utils.migrations import Migrations
+
+from moe_audit.store import APPLICATION_ID, SCHEMA_VERSION, LayerInfo, meta_rows
 
 PAGE_SIZES = (4096, 8192, 16384, 32768, 65536)
 
@@ -53,7 +54,7 @@ def create_schema(
 def best_page_size(num_experts: Sequence[int], num_sources: int) -> int:
     """The page size with which a run of a thousand records of these layers takes least room.
 
-    Rows of a few kilobytes want large pages, since a row is never split between leaf pages; rows of many kilobytes
+    Rows of a few kilobytes want large pages, since a leaf page takes only whole rows; rows of many kilobytes
     want small ones, since what is left of them fills whole overflow pages.
     """
     return min(PAGE_SIZES, key=lambda page: store_bytes(num_experts, num_sources, page, records=1000))

@@ -1,7 +1,7 @@
 """Records that could not reach the store, kept in a side file until they can.
 
-One line a record: the CRC-32 of the rest of the line in hexadecimal, a space, JSON with the arrays in base64. A
-line is whole or it is ignored, so a file torn by a full disk or a kill gives back all that was finished.
+One line a record: the CRC-32 of the rest of the line in hexadecimal, a space, JSON with the arrays in base64.
+A line is whole or it is ignored, so a file torn by a full disk or a kill gives back all that was finished.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_audit.store import EncodedRecord, Store
+from moe_audit.record import EncodedRecord
+from moe_audit.store import Store
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def spill_paths(store: Path) -> tuple[Path, Path]:
 
 
 def spill(store: Path, records: Sequence[Item]) -> Path:
-    """Appends records to the spill file of `store`, all or none, and has the disk write them. Returns the file.
+    """Appends records to the spill file of `store`, all or none, and onto the disk. Returns the file.
 
     Raises:
         OSError: neither place takes them.
@@ -91,7 +92,7 @@ def absorb(store: Store) -> int:
 
 
 def write_item(store: Store, item: Item) -> bool:
-    """Puts one item into the store in one transaction, under its writer's attempt. False: it was there already."""
+    """Puts one item into the store in one transaction, under its writer's attempt. False: it was there."""
     if item.start_step is None:
         store.attempt = None
     else:

@@ -8,158 +8,21 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
+from moe_audit.record import EncodedRecord, encode, now, plain_json, record_crc, row_crcs
+from moe_audit.record import LayerInfo as LayerInfo
+from moe_audit.record import LayerRecord as LayerRecord
+from moe_audit.record import Record as Record
 from moe_audit.thresholds.errors import StoreError, UsageError
 
 APPLICATION_ID = 0x4D4F4541  # "MOEA", so that `file` and other tools can tell the format
 SCHEMA_VERSION = 1
 UNLABELLED = "unlabelled"  # tokens without a source; also the one source of a run without sources
-MAX_COUNT = 2**32 - 1  # counts are stored as u4: a record is cut before a count could pass it
 BUSY_TIMEOUT = 5.0  # seconds that SQLite waits for another process's lock
-
-# The arrays of a row in `load` and `layer_stat`, in column order, with their element types.
-LOAD_DTYPES = {"counts": "<u4", "prob_sum": "<f4", "tokens": "<i8", "top1": "<f4"}
-STAT_DTYPES = {
-    "peak": "<f4", "sq_over_t": "<f8", "dropped": "<u4", "logit_mean": "<f4", "logit_std": "<f4",
-}  # fmt: skip
-RECORD_COLUMNS = (
-    "attempt", "phase", "first_step", "last_step", "microbatches", "tokens", "excluded_tokens", "ranks",
-    "lr", "router_lr", "loss", "written_at",
-)  # fmt: skip
-
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.floating[Any]]
-
-
-@dataclass(frozen=True)
-class LayerInfo:
-    """One MoE layer: `layer` is the 0-based index of its block in model order."""
-
-    layer: int
-    name: str
-    num_experts: int
-    top_k: int | None = None
-    capacity_factor: float | None = None
-    gating: str | None = None
-    tags: tuple[str, ...] = ()
-
-
-@dataclass
-class LayerRecord:
-    """What one layer's router did in one record. None: not known."""
-
-    counts_SE: Ints
-    tokens_S: Ints | None = None
-    prob_sum_SE: Floats | None = None
-    top1_S2: Floats | None = None
-    invalid: int = 0
-    peak_E: Floats | None = None
-    sq_over_t_E: Floats | None = None
-    dropped_E: Ints | None = None
-    logit_mean_E: Floats | None = None
-    logit_std_E: Floats | None = None
-    calls: int | None = None
-
-
-@dataclass
-class Record:
-    """One flush: every layer's counts over the steps [first_step, last_step] of one phase."""
-
-    phase: str
-    first_step: int
-    last_step: int
-    layers: Mapping[int, LayerRecord]
-    microbatches: int | None = None
-    tokens: int | None = None
-    excluded_tokens: int | None = None
-    ranks: int | None = None
-    lr: float | None = None
-    router_lr: float | None = None
-    loss: float | None = None
-    events: Sequence[tuple[int, str, dict[str, Any]]] = field(default_factory=tuple)
-
-
-Blobs = tuple[bytes | None, ...]
-
-
-@dataclass(frozen=True)
-class EncodedRecord:
-    """A record as what SQLite binds: Python integers, floats, text and bytes; checked, and ready to insert."""
-
-    scalars: tuple[Any, ...]  # phase … written_at: `RECORD_COLUMNS` without the attempt
-    loads: tuple[tuple[int, Blobs, int], ...]  # layer, its arrays in the order of LOAD_DTYPES, invalid
-    stats: tuple[tuple[int, Blobs, int | None], ...]  # layer, its arrays in the order of STAT_DTYPES, calls
-    events: tuple[tuple[int | None, str, dict[str, Any]], ...]
-
-
-def encode(record: Record) -> EncodedRecord:
-    """Checks a record and turns its arrays into bytes.
-
-    Raises:
-        UsageError: a count that does not fit, is negative or is no integer; a step range that runs backwards.
-    """
-    if record.last_step < record.first_step:
-        raise UsageError(
-            f"a record from step {record.first_step} to {record.last_step}", "steps must not run backwards"
-        )
-    whole = (record.microbatches, record.tokens, record.excluded_tokens, record.ranks)
-    real = (record.lr, record.router_lr, record.loss)
-    return EncodedRecord(
-        scalars=(
-            str(record.phase), int(record.first_step), int(record.last_step),
-            *(None if x is None else int(x) for x in whole),
-            *(None if x is None or np.isnan(float(x)) else float(x) for x in real),
-            now(),
-        ),
-        loads=tuple(
-            (
-                int(layer),
-                _blobs(LOAD_DTYPES, x.counts_SE, x.prob_sum_SE, x.tokens_S, x.top1_S2),
-                int(x.invalid),
-            )
-            for layer, x in record.layers.items()
-        ),
-        stats=tuple(
-            (
-                int(layer),
-                _blobs(STAT_DTYPES, x.peak_E, x.sq_over_t_E, x.dropped_E, x.logit_mean_E, x.logit_std_E),
-                None if x.calls is None else int(x.calls),
-            )
-            for layer, x in record.layers.items()
-            if any(v is not None for v in (x.calls, x.peak_E, x.sq_over_t_E, x.dropped_E, x.logit_mean_E))
-        ),
-        events=tuple(record.events),
-    )  # fmt: skip
-
-
-def now() -> str:
-    """The time in UTC, ISO 8601, to the second."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def row_crcs(record: int, layer: int, blobs: Blobs) -> bytes:
-    """The CRC-32 of each array of a row, u4, seeded with the row's key; 0 where there is no array."""
-    seed = crc_seed(record, layer)
-    return np.array([0 if b is None else zlib.crc32(b, seed) for b in blobs], "<u4").tobytes()
-
-
-def crc_seed(record: int, layer: int) -> int:
-    """Ties a row's arrays to its key: an array found under another key is damage too."""
-    return (record * 65537 + layer) & 0xFFFFFFFF
-
-
-def record_crc(values: Sequence[Any]) -> int:
-    """The CRC-32 of a record's scalars, `RECORD_COLUMNS` in order."""
-    return zlib.crc32(json.dumps(list(values)).encode())
 
 
 class Store:
@@ -173,7 +36,7 @@ class Store:
         self.path = path
         self.journal_mode = journal_mode
         self.attempt: int | None = None
-        self.num_sources = connection.execute("SELECT count(*) FROM source").fetchone()[0]
+        self.num_sources: int = connection.execute("SELECT count(*) FROM source").fetchone()[0]
 
     @classmethod
     def create(
@@ -235,7 +98,7 @@ class Store:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """BEGIN IMMEDIATE … COMMIT: a transaction that reads first and writes later can fail on the upgrade."""
+        """BEGIN IMMEDIATE … COMMIT: one that reads first and writes later can fail on the upgrade."""
         self.connection.execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -265,12 +128,11 @@ class Store:
         with self.transaction():
             self.connection.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", rows)
 
-    def add_source(self, name: str) -> int:
-        """A further source behind those there are; earlier records have no row for it, which reads as zeros."""
+    def add_source(self, name: str) -> None:
+        """A further source behind those there are; earlier records have no row for it: zeros."""
         with self.transaction():
             self.connection.execute("INSERT INTO source VALUES (?, ?)", (self.num_sources, name))
         self.num_sources += 1
-        return self.num_sources - 1
 
     def begin_attempt(
         self, start_step: int, world_size: int | None = None, *, writer: str | None = None
@@ -292,7 +154,7 @@ class Store:
         return self.attempt
 
     def take(self, seq: int) -> bool:
-        """Marks item `seq` of the attempt's writer as written, in the caller's transaction. False: it was already."""
+        """Marks item `seq` of the attempt's writer as written, in the caller's transaction. False: it was."""
         changed = self.connection.execute(
             "UPDATE attempt SET written = ? WHERE attempt = ? AND written <= ?", (seq + 1, self.attempt, seq)
         )
@@ -300,7 +162,7 @@ class Store:
 
     def append(self, record: Record) -> int:
         """Writes one record with all its layers and events, or nothing. Returns its number."""
-        encoded = encode(record)
+        encoded = encode(record, {k: experts for k, (_, experts) in self.layer_shapes().items()})
         with self.transaction():
             return self.insert(encoded)
 
@@ -331,7 +193,7 @@ class Store:
         """An alert, a learning-rate action, a broken invariant; inside a transaction of the caller."""
         self.connection.execute(
             "INSERT INTO event (step, kind, detail) VALUES (?, ?, ?)",
-            (None if step is None else int(step), kind, json.dumps(detail, default=_plain)),
+            (None if step is None else int(step), kind, json.dumps(detail, default=plain_json)),
         )
 
     def close(self) -> None:
@@ -344,9 +206,9 @@ class Store:
 
 
 def meta_rows(values: Mapping[str, Any]) -> list[tuple[str, str | int | float]]:
-    """Rows of `meta`: text, integers and floats keep their type, anything else becomes JSON text; no NULLs."""
+    """Rows of `meta`: text, integers and floats keep their type, anything else becomes JSON; no NULLs."""
     return [
-        (k, v if isinstance(v, str | int | float) else json.dumps(v, default=_plain))
+        (k, v if isinstance(v, str | int | float) else json.dumps(v, default=plain_json))
         for k, v in values.items()
         if v is not None
     ]
@@ -368,10 +230,11 @@ def check_layers(layers: Sequence[LayerInfo]) -> None:
     """Raises UsageError where there is no layer, or two share a number or a name."""
     if not layers:
         raise UsageError("no layer to record", "a store needs at least one MoE layer")
-    for what, values in (("layer", [i.layer for i in layers]), ("layer name", [i.name for i in layers])):
+    numbers, names = [str(i.layer) for i in layers], [i.name for i in layers]
+    for what, values in (("layer", numbers), ("layer name", names)):
         if len(set(values)) < len(values):
             double = next(v for v in values if values.count(v) > 1)
-            raise UsageError(f"{what} {double!r} is there twice", "number and name of a layer must differ")
+            raise UsageError(f"{what} {double} is there twice", "number and name of a layer must differ")
 
 
 def check_format(connection: sqlite3.Connection, path: Path) -> None:
@@ -424,26 +287,3 @@ def publish(draft: Path, path: Path) -> None:
         raise UsageError(f"{path} exists already", "another process has just made it") from None
     except OSError:  # a file system without hard links
         draft.rename(path)
-
-
-def _plain(value: Any) -> Any:
-    """JSON for numpy and tensor scalars and arrays."""
-    return value.tolist()
-
-
-def _blobs(dtypes: Mapping[str, str], *arrays: Any) -> Blobs:
-    return tuple(None if a is None else _blob(a, d) for a, d in zip(arrays, dtypes.values(), strict=True))
-
-
-def _blob(values: Any, dtype: str) -> bytes:
-    """The bytes of an array in the store's element type; u4 refuses what does not fit."""
-    array = np.asarray(values)
-    if dtype == "<u4" and array.size:
-        if array.dtype.kind not in "iu":
-            raise UsageError(f"counts of type {array.dtype}", "counts are integers: sum them as int64")
-        if int(array.min()) < 0 or int(array.max()) > MAX_COUNT:
-            raise UsageError(
-                f"a count of {int(array.max())} (smallest {int(array.min())}) does not fit 0 to {MAX_COUNT}",
-                "cut records more often",
-            )
-    return np.ascontiguousarray(array, dtype=dtype).tobytes()
