@@ -1,0 +1,36 @@
+"""The router of our own trainer, observed where its choice meets the capacity."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from moe_audit.hooks.adapters.base import Adapter, Observation, register
+from moe_audit.store import LayerInfo
+
+
+@register
+class MoeTrainerDispatcher(Adapter):
+    """`moe_trainer.moe.dispatch.Dispatcher`: takes the router's output, returns what is kept of it."""
+
+    classes = ("moe_trainer.moe.dispatch.Dispatcher",)
+
+    def describe(self, name: str, module: nn.Module, parent: nn.Module) -> LayerInfo:
+        config = parent.router.config
+        return LayerInfo(
+            -1,
+            name.removesuffix(".dispatcher"),
+            config.num_experts,
+            None if config.routing == "expert_choice" else config.top_k,
+            module.capacity_factor,
+            config.gating_function,
+        )
+
+    def observe(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Observation:
+        routed = args[0]
+        return Observation(
+            routed.indices_TK, routed.weights_TK, routed.logits_TE, "logits", kept_TK=output.kept_TK
+        )
