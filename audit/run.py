@@ -80,7 +80,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Gap:
-    """Steps of which no live record is left: a resume began inside a record, or a crash took the last ones."""
+    """Steps of which no live record is left: a resume began inside a record, or a crash took the last."""
 
     first_step: int
     last_step: int
@@ -169,7 +169,7 @@ class Run:
 
     @cached_property
     def gaps(self) -> list[Gap]:
-        """Steps that a resume left without a live record; steps that no attempt recorded on purpose are none."""
+        """Steps that a resume left without a live record; steps not recorded on purpose are none."""
         if not self.records:
             return []
         before = [(self.records[0].first_step, self._first_step - 1)]

@@ -1,4 +1,4 @@
-"""The schema of the routing store, as migrations of sqlite-utils. Only writers import this: it loads slowly."""
+"""The schema of the routing store, as migrations of sqlite-utils. Only writers import it: it is slow."""
 
 from __future__ import annotations
 

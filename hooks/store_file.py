@@ -1,4 +1,4 @@
-"""The file behind the writer: made or resumed at the start, opened to be written, followed when it vanishes."""
+"""The file behind the writer: made or resumed, opened to be written, followed when it vanishes."""
 
 from __future__ import annotations
 

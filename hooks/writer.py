@@ -122,7 +122,7 @@ class Writer:
         self._queue.start_step = int(start_step)
 
     def submit(self, record: RecordOrMaker) -> None:
-        """Hands over a record, or a function that makes it; the thread calls it, so it may wait for a copy."""
+        """Hands over a record, or a function that makes it; the thread calls it, so it may wait."""
         self._put(record)
 
     def submit_event(self, step: int | None, kind: str, detail: Mapping[str, Any]) -> None:
