@@ -228,41 +228,21 @@ class Run:
                 out[self._row_of_record[record]] = True
         return out
 
-    def scan(self, *columns: str) -> Iterator[tuple[int, int, tuple[Array | None, ...]]]:
-        """One sweep over the file in the order in which it was written, for sums over all layers at once.
-
-        Args:
-            columns: Of counts (u4 [S, E]), prob_sum (f4 [S, E]), tokens (i8 [S]), top1 (f4 [S, 2]).
-
-        Yields:
-            (row of the record, layer, its arrays in the order of `columns`): read-only views, None where
-            NULL.
-        """
-        infos = {info.layer: info for info in self.layers}
-        select = f"SELECT record, layer, crc, {', '.join(columns)} FROM load NOT INDEXED ORDER BY rowid"
-        for record, layer, crc, *blobs in self._db.rows(select):
-            r = self._row_of_record.get(record)
-            if r is None:
-                continue
-            if layer not in infos:
-                raise damaged(self.path, f"record {record} has a layer {layer}")
-            arrays = (
-                None if blob is None else self._array(column, infos[layer], record, blob, crc)
-                for column, blob in zip(columns, blobs, strict=True)
-            )
-            yield r, layer, tuple(arrays)
+    def query(self, sql: str, *values: Any) -> Iterator[Any]:
+        """Rows of a query on the tables of schema.sql, within the snapshot."""
+        return self._db.rows(sql, *values)
 
     # -- from SQL to arrays
 
     def _rows(self, sql: str, *values: Any) -> list[Any]:
-        return list(self._db.rows(sql, *values))
+        return list(self.query(sql, *values))
 
     def _stack(self, table: str, column: str, layer: int, dtype: type) -> Array | None:
         """A column of a layer over all records; None where every row is NULL."""
         info = self.layer_info(layer)
         out: Array | None = None
         sql = f"SELECT record, {column}, crc FROM {table} WHERE layer = ?"
-        for record, blob, crc in self._db.rows(sql, layer):
+        for record, blob, crc in self.query(sql, layer):
             r = self._row_of_record.get(record)
             if r is None or (blob is None and column != "counts"):
                 continue
@@ -300,7 +280,7 @@ class Run:
 
     def _integers(self, table: str, column: str, layer: int) -> Ints:
         out = np.zeros(len(self.records), dtype=np.int64)
-        for record, value in self._db.rows(f"SELECT record, {column} FROM {table} WHERE layer = ?", layer):
+        for record, value in self.query(f"SELECT record, {column} FROM {table} WHERE layer = ?", layer):
             r = self._row_of_record.get(record)
             if r is not None and value is not None:
                 if not isinstance(value, int):

@@ -24,14 +24,15 @@ from moe_audit.store import Store
 
 @dataclass(frozen=True)
 class Item:
-    """One record, or one event, on its way to the store. `seq` numbers the items of one writer from 0."""
+    """A record, an event or keys of `meta` on the way to the store. `seq` numbers a writer's items from 0."""
 
     writer: str
     seq: int
-    start_step: int | None  # None: an event from before the first step is known, of no attempt
+    start_step: int | None  # None: of no attempt, from before the first step is known
     world_size: int | None
     record: EncodedRecord | None = None
     event: tuple[int | None, str, dict[str, Any]] | None = None
+    meta: dict[str, Any] | None = None
 
 
 def spill_paths(store: Path) -> tuple[Path, Path]:
@@ -104,6 +105,8 @@ def write_item(store: Store, item: Item) -> bool:
             store.insert(item.record)
         if item.event is not None:
             store.insert_event(*item.event)
+        if item.meta is not None:
+            store.insert_meta(item.meta)
     return True
 
 
@@ -139,7 +142,7 @@ def _parse(text: bytes) -> Item:
     fields: dict[str, Any] = json.loads(text)
     record, event = fields.pop("record"), fields.pop("event")
     if record is None:
-        return Item(**fields, event=tuple(event))
+        return Item(**fields, event=None if event is None else tuple(event))
 
     def rows(name: str) -> tuple[Any, ...]:
         return tuple(

@@ -124,9 +124,12 @@ class Store:
 
     def set_meta(self, values: Mapping[str, Any]) -> None:
         """Sets keys of `meta`: text, integers and floats keep their type, anything else becomes JSON text."""
-        rows = meta_rows(values)
         with self.transaction():
-            self.connection.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", rows)
+            self.insert_meta(values)
+
+    def insert_meta(self, values: Mapping[str, Any]) -> None:
+        """As `set_meta`, inside a transaction of the caller."""
+        self.connection.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", meta_rows(values))
 
     def add_source(self, name: str) -> None:
         """A further source behind those there are; earlier records have no row for it: zeros."""

@@ -49,10 +49,11 @@ class WriterReport:
 
 
 @dataclass(frozen=True)
-class _Event:
-    step: int | None
-    kind: str
-    detail: Mapping[str, Any]
+class _Note:
+    """An event or keys of `meta`: the argument of `Item` with its value."""
+
+    name: str
+    value: Any
 
 
 class _Queue:
@@ -62,7 +63,7 @@ class _Queue:
         self.state = threading.Condition()
         self.io = threading.RLock()  # held while the connection is in use; a fork takes it
         self.thread: threading.Thread | None = None
-        self.pending: deque[RecordOrMaker | _Event | Item] = deque()
+        self.pending: deque[RecordOrMaker | _Note | Item] = deque()
         self.writer = uuid.uuid4().hex
         self.start_step: int | None = None
         self.seq = self.written = self.spilled = self.lost = 0
@@ -127,7 +128,16 @@ class Writer:
 
     def submit_event(self, step: int | None, kind: str, detail: Mapping[str, Any]) -> None:
         """Hands over an event: an alert, an action on the learning rate."""
-        self._put(_Event(step, kind, dict(detail)))
+        self._put(_Note("event", (step, kind, dict(detail))))
+
+    def set_meta(self, values: Mapping[str, Any]) -> None:
+        """Hands over keys of `meta` to be set."""
+        self._put(_Note("meta", {key: value for key, value in values.items() if value is not None}))
+
+    @property
+    def sources(self) -> list[str]:
+        """Names of the sources, in the order of the rows of the next record."""
+        return list(self._file.sources)
 
     def add_source(self, name: str) -> None:
         """A further source, behind those there are, for the records that are submitted from now on."""
@@ -167,7 +177,7 @@ class Writer:
             )  # fmt: skip
         return report
 
-    def _put(self, waiting: RecordOrMaker | _Event) -> None:
+    def _put(self, waiting: RecordOrMaker | _Note) -> None:
         queue = self._queue
         with queue.state:
             if queue.stop_at is not None:
@@ -247,9 +257,9 @@ class Writer:
         if isinstance(waiting, Item):
             return waiting
         try:
-            if isinstance(waiting, _Event):
-                detail = json.loads(json.dumps(waiting.detail, default=plain_json))
-                item = self._item(event=(waiting.step, waiting.kind, detail))
+            if isinstance(waiting, _Note):
+                plain = json.loads(json.dumps(waiting.value, default=plain_json))
+                item = self._item(**{waiting.name: plain})
             else:
                 record = waiting() if callable(waiting) else waiting
                 encoded = encode(record, self._num_experts)
