@@ -175,14 +175,18 @@ def _without_covered(matches: dict[int, _Match], model: nn.Module) -> dict[int, 
     return {key: match for key, match in matches.items() if not covered(match)}
 
 
-def _nothing_found(model: nn.Module) -> UsageError:
+class NoRouterError(UsageError):
+    """No router was found; right for a pipeline stage of dense blocks, wrong for a whole model."""
+
+
+def _nothing_found(model: nn.Module) -> NoRouterError:
     """The error of a model without a known router: what was looked at, and what looks like one."""
     classes = Counter(class_name(module) for module in model.modules())
     likely = [
         name for name in classes if re.search(r"rout|gat(e|ing)|moe|expert|mixture", name, re.IGNORECASE)
     ]
     listed = ", ".join(f"{classes[name]} x {name}" for name in likely[:8]) or "none"
-    return UsageError(
+    return NoRouterError(
         f"no router found in {class_name(model)} ({sum(classes.values())} modules of {len(classes)} classes "
         f"looked at); classes that look like part of a mixture of experts: {listed}",
         "a dense model has nothing to record; for a router of your own give Recorder.attach an adapter, "

@@ -1,0 +1,215 @@
+"""All accumulators of one phase (train, eval), and the rows of the tokens of the open micro-batch.
+
+Shape suffixes: see `counters.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from moe_audit.hooks.adapters.base import Observation
+from moe_audit.hooks.context import token_rows
+from moe_audit.hooks.counters import (
+    Bank,
+    Labels,
+    count_dropped,
+    count_picks,
+    probabilities,
+    sum_logits,
+    sum_probabilities,
+)
+from moe_audit.store import LayerInfo
+from moe_audit.thresholds.errors import UsageError
+
+LABELS_KEPT = (
+    16  # sizes of router input whose labels stay allocated; packed batches have a new size each time
+)
+
+
+@dataclass
+class _Entry:
+    labels: Labels
+    stale: bool
+    captured: bool  # a CUDA graph reads it: never given up, renewed in place as soon as new rows are known
+
+
+class LabelCache:
+    """Labels of the open micro-batch for each size and order of tokens that routers see."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self.rows: Tensor | None = None
+        self.chunks = 1
+        self._entries: dict[tuple[torch.device, int, Literal["batch", "sequence"], int], _Entry] = {}
+
+    def set_rows(self, rows: Tensor | None, chunks: int = 1) -> None:
+        """A new micro-batch: what was known about tokens is stale."""
+        self.rows, self.chunks = rows, chunks
+        for key, entry in self._entries.items():
+            entry.stale = True
+            if entry.captured:
+                self._renew(key, entry)
+
+    def get(
+        self, device: torch.device, num_tokens: int, layout: Literal["batch", "sequence"], chunk: int
+    ) -> Labels:
+        """The labels of `num_tokens` tokens of the given chunk of the micro-batch."""
+        key = (device, num_tokens, layout, chunk)
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = _Entry(self._make(key), stale=False, captured=False)
+            self._make_room()
+            self._entries[key] = entry
+        elif entry.stale:
+            self._renew(key, entry)
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            entry.captured = True
+        return entry.labels
+
+    def _renew(self, key: tuple[torch.device, int, Literal["batch", "sequence"], int], entry: _Entry) -> None:
+        entry.labels.copy_(self._make(key))
+        entry.stale = False
+
+    def _make(self, key: tuple[torch.device, int, Literal["batch", "sequence"], int]) -> Labels:
+        device, num_tokens, layout, chunk = key
+        if self.rows is None:
+            rows_T = torch.full((num_tokens,), self.num_rows - 2, dtype=torch.int64, device=device)
+        else:
+            rows = self.rows if self.chunks == 1 else self.rows.tensor_split(self.chunks)[chunk]
+            rows_T = token_rows(rows.to(device, non_blocking=True), num_tokens, layout)
+        return Labels.of(rows_T, self.num_rows)
+
+    def _make_room(self) -> None:
+        free = [key for key, entry in self._entries.items() if not entry.captured]
+        for key in free[: max(0, len(free) - LABELS_KEPT + 1)]:
+            del self._entries[key]
+
+
+class Accumulator:
+    """The counts of one phase since the last record.
+
+    Args:
+        layers: This rank's layers.
+        devices: Where each layer's router runs.
+        num_rows: Sources, and one row each for unlabelled and excluded tokens.
+    """
+
+    def __init__(self, layers: Sequence[LayerInfo], devices: Sequence[torch.device], num_rows: int) -> None:
+        self.layers = layers
+        self.num_rows = num_rows
+        members: dict[tuple[int, torch.device], list[int]] = {}
+        for i, (info, device) in enumerate(zip(layers, devices, strict=True)):
+            members.setdefault((info.num_experts, device), []).append(i)
+        self.banks: list[Bank] = []
+        self.place: dict[int, tuple[Bank, int]] = {}
+        for (num_experts, device), indices in members.items():
+            bank = Bank([layers[i].top_k for i in indices], num_experts, num_rows, device)
+            self.banks.append(bank)
+            self.place.update({i: (bank, j) for j, i in enumerate(indices)})
+        # Of the record: micro-batches and those with a mask (known to the host), tokens and excluded tokens
+        # once per micro-batch, source ids out of range.
+        self.microbatches = self.masked = self.most_picks = 0
+        self.seen = torch.zeros(3, dtype=torch.int64, device=devices[0])
+        self._pending_bad = torch.zeros((), dtype=torch.int64, device=devices[0])
+        self._calls = [0] * len(layers)
+        self._picks = [0] * len(layers)
+        self.dirty = False
+
+    @torch.no_grad()
+    def observe(self, i: int, seen: Observation, labels: Labels) -> None:
+        """Counts one forward of layer i into the open micro-batch."""
+        info = self.layers[i]
+        bank, j = self.place[i]
+        T, K = seen.indices_TK.shape
+        self.dirty = True
+        self._calls[i] += 1
+        self._picks[i] += T * K
+        count_picks(bank.counts_LRC[j], seen.indices_TK, labels.row_T, bank.one)
+        tokens_R = bank.tokens_LR[j]
+        tokens_R[: self.num_rows] += labels.tokens_R
+        tokens_R[self.num_rows] += 1
+        if seen.kept_TK is not None:
+            count_dropped(bank.dropped_LC[j], seen.indices_TK, seen.kept_TK, labels)
+            tokens_R[self.num_rows + 3] += 1
+        if seen.full_TE is not None and seen.full_kind is not None:
+            p_TE = probabilities(seen.full_TE, seen.full_kind, info.gating)
+            sum_probabilities(bank.prob_LRE[j], bank.top1_LR2[j], p_TE, labels.onehot_RT)
+            tokens_R[self.num_rows + 1] += 1
+            if seen.full_kind == "logits":
+                sum_logits(bank.logits_L2E[j], seen.full_TE, labels.counted_T)
+                tokens_R[self.num_rows + 2] += 1
+        if i == 0:
+            self._pending_bad += labels.bad.to(self._pending_bad.device)
+
+    def end_chunk(self, i: int) -> None:
+        """Layer i begins the next chunk of a pipeline schedule: the chunk before is a micro-batch of its own."""
+        bank, j = self.place[i]
+        bank.fold(j)
+
+    @torch.no_grad()
+    def commit(self, microbatches: int, masked: bool, only: int | None = None) -> None:
+        """The open micro-batch (or what layer `only` has of it) joins the record."""
+        if only in (None, 0):
+            bank, j = self.place[0]
+            tokens_R = bank.tokens_LR[j, : self.num_rows]
+            # A layer called several times per micro-batch saw its tokens several times.
+            repeats = max(1, self._calls[0] // microbatches)
+            once = torch.stack((tokens_R[:-1].sum(), tokens_R[-1])) // repeats
+            self.seen[:2] += once.to(self.seen.device)
+            self.seen[2] += self._pending_bad
+            self._pending_bad.zero_()
+            self.microbatches += microbatches
+            self.masked += microbatches * masked
+        if only is None:
+            for bank in self.banks:
+                bank.commit(slice(None))
+            picks = max(self._picks)
+        else:
+            bank, j = self.place[only]
+            bank.commit(slice(j, j + 1))
+            picks = self._picks[only] if only == 0 else 0
+        self.most_picks += picks
+        self._forget(only)
+
+    @torch.no_grad()
+    def discard(self) -> None:
+        """Forgets the open micro-batch."""
+        for bank in self.banks:
+            bank.discard(slice(None))
+        self._pending_bad.zero_()
+        self._forget(None)
+
+    def _forget(self, only: int | None) -> None:
+        for i in range(len(self.layers)) if only is None else [only]:
+            self._calls[i] = self._picks[i] = 0
+        self.dirty = any(self._calls)
+
+    def reset(self) -> None:
+        """Begins a new record."""
+        for bank in self.banks:
+            bank.reset()
+        self.seen.zero_()
+        self.microbatches = self.masked = self.most_picks = 0
+
+
+def check_observation(info: LayerInfo, seen: Observation) -> None:
+    """Raises UsageError where an adapter's observation does not have the shapes of its layer."""
+    shape = tuple(seen.indices_TK.shape)
+    if len(shape) != 2 or seen.indices_TK.is_floating_point() or seen.indices_TK.dtype == torch.bool:
+        raise UsageError(
+            f"{info.name}: picks of shape {shape} and type {seen.indices_TK.dtype}",
+            "an observation holds integer expert ids [tokens, k]",
+        )
+    if seen.full_TE is not None and tuple(seen.full_TE.shape) != (shape[0], info.num_experts):
+        raise UsageError(
+            f"{info.name}: scores of shape {tuple(seen.full_TE.shape)} for {shape[0]} tokens and"
+            f" {info.num_experts} experts",
+            "an observation's full_TE is [tokens, experts]",
+        )
+    if seen.kept_TK is not None and tuple(seen.kept_TK.shape) != shape:
+        raise UsageError(f"{info.name}: kept of shape {tuple(seen.kept_TK.shape)} for picks {shape}")

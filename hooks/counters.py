@@ -1,0 +1,174 @@
+"""Counting on the device: the fused count of one router forward, and the accumulators it adds to.
+
+Nothing here synchronises, allocates by data, or looks at values on the host; every shape is static.
+
+Shape suffixes: T tokens that reached the router, K picks per token, E experts, L layers of one bank,
+R rows: the named sources, then unlabelled tokens, then excluded (masked) tokens. C = E + 2 columns: ids below 0,
+the experts, ids above. Layer fields lie one behind the other in one flat row per layer, so that a whole bank is
+committed, reduced and copied by a handful of operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from moe_audit.hooks.adapters.base import NO_PICK
+
+TALLY = (
+    4  # per-layer cells behind the tokens per row: calls, calls with probabilities, with logits, with kept
+)
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The rows of the T tokens of one router forward, and what follows from them for every layer.
+
+    Attributes:
+        row_T: int64 row of each token, R - 1 where it is masked.
+        onehot_RT: float32, 1 where token t is in row r.
+        counted_T: float32, 1 where the token is not masked.
+        tokens_R: int64 tokens per row.
+        bad: int64 scalar: source ids outside [-1, sources).
+    """
+
+    row_T: Tensor
+    onehot_RT: Tensor
+    counted_T: Tensor
+    tokens_R: Tensor
+    bad: Tensor
+
+    @classmethod
+    def of(cls, row_T: Tensor, num_rows: int) -> Labels:
+        """From row ids; those outside [0, R) become unlabelled and are reported in `bad`."""
+        bad_T = (row_T < 0) | (row_T >= num_rows)
+        row_T = torch.where(bad_T, num_rows - 2, row_T)
+        onehot_RT = torch.zeros(num_rows, len(row_T), device=row_T.device)
+        onehot_RT.scatter_(0, row_T.unsqueeze(0), 1.0)
+        tokens_R = torch.zeros(num_rows, dtype=torch.int64, device=row_T.device)
+        tokens_R.scatter_add_(0, row_T, torch.ones_like(row_T))
+        return cls(row_T, onehot_RT, 1.0 - onehot_RT[-1], tokens_R, bad_T.sum())
+
+    def copy_(self, other: Labels) -> None:
+        """Takes over other labels of the same size in place: a captured CUDA graph reads these addresses."""
+        for mine, new in zip(vars(self).values(), vars(other).values(), strict=True):
+            mine.copy_(new)
+
+
+def count_picks(counts: Tensor, indices_TK: Tensor, row_T: Tensor, one: Tensor) -> None:
+    """Adds one router forward to counts [R * C], in one scatter over the combined (row, expert) index.
+
+    Picks of masked tokens and `NO_PICK` land in the last row, invalid ids in the first and last column.
+    """
+    num_columns = counts.shape[-1]
+    indices_TK = indices_TK.to(torch.int64)
+    key_TK = indices_TK.clamp(-1, num_columns - 2).add_((row_T * num_columns + 1).unsqueeze(1))
+    key_TK = torch.where(indices_TK == NO_PICK, counts.numel() - 1, key_TK)
+    counts.view(-1).scatter_add_(0, key_TK.view(-1), one.expand(key_TK.numel()))
+
+
+def count_dropped(dropped: Tensor, indices_TK: Tensor, kept_TK: Tensor, labels: Labels) -> None:
+    """Adds the picks of counted tokens that were dropped to dropped [C]."""
+    lost_TK = ~kept_TK & (labels.row_T != labels.tokens_R.shape[0] - 1).unsqueeze(1) & (indices_TK != NO_PICK)
+    column_TK = indices_TK.to(torch.int64).clamp(-1, dropped.shape[0] - 2).add_(1)
+    dropped.scatter_add_(0, column_TK.view(-1), lost_TK.view(-1).to(torch.int64))
+
+
+def probabilities(full_TE: Tensor, kind: Literal["logits", "probs"], gating: str | None) -> Tensor:
+    """Rows normalised to distributions, float32; rows that are not finite become zeros."""
+    full_TE = full_TE.float()
+    if kind == "logits" and gating != "sigmoid":
+        p_TE = full_TE.softmax(-1)
+    else:
+        p_TE = full_TE.sigmoid() if kind == "logits" else full_TE
+        p_TE = p_TE / p_TE.sum(-1, keepdim=True).clamp_min(1e-20)
+    return p_TE.nan_to_num_(0.0, 0.0, 0.0)
+
+
+def sum_probabilities(prob_RE: Tensor, top1_R2: Tensor, p_TE: Tensor, onehot_RT: Tensor) -> None:
+    """Adds the probabilities per row, and the sum and sum of squares of each token's largest."""
+    prob_RE.addmm_(onehot_RT, p_TE)
+    top1_T = p_TE.amax(-1)
+    top1_R2.addmm_(onehot_RT, torch.stack((top1_T, top1_T.square()), dim=-1))
+
+
+def sum_logits(logits_2E: Tensor, full_TE: Tensor, counted_T: Tensor) -> None:
+    """Adds sum and sum of squares of the logits of counted tokens; values that are not finite count as 0."""
+    x_TE = full_TE.float().nan_to_num(0.0, 0.0, 0.0)
+    logits_2E[0].addmv_(x_TE.t(), counted_T)
+    logits_2E[1].addmv_(x_TE.square().t(), counted_T)
+
+
+class Bank:
+    """Accumulators of the layers with E experts on one device.
+
+    The open micro-batch lives apart (`pending`) and joins the record (`total`) only when it has ended well, so a
+    forward that crashes half way leaves no layer counted and none missing; the largest load of a micro-batch
+    needs its own counts anyway. Nothing is a buffer of the model: casts and checkpoints never touch it.
+    """
+
+    def __init__(
+        self, top_k: Sequence[int | None], num_experts: int, num_rows: int, device: torch.device
+    ) -> None:
+        L, E, R = len(top_k), num_experts, num_rows
+        self.num_experts, self.num_rows, self.device = E, R, device
+        self.int_sizes = (R * (E + 2), R + TALLY, E + 2)
+        self.float_sizes = (R * E, R * 2, 2 * E)
+        self.ints, self.total_ints = (
+            torch.zeros(L, sum(self.int_sizes), dtype=torch.int64, device=device) for _ in range(2)
+        )
+        self.floats = torch.zeros(L, sum(self.float_sizes), device=device)
+        # Totals of floats in double: a record adds up millions of small terms.
+        self.total_floats = torch.zeros(L, sum(self.float_sizes) + E, dtype=torch.float64, device=device)
+        counts, tokens, dropped = self.ints.split(self.int_sizes, dim=1)
+        self.counts_LRC = counts.view(L, R, E + 2)
+        self.tokens_LR, self.dropped_LC = tokens, dropped
+        prob, top1, logits = self.floats.split(self.float_sizes, dim=1)
+        self.prob_LRE, self.top1_LR2, self.logits_L2E = (
+            prob.view(L, R, E),
+            top1.view(L, R, 2),
+            logits.view(L, 2, E),
+        )
+        # Per micro-batch measures: of the open one, and of the record.
+        self.peak_LE, self.total_peak_LE = (torch.zeros(L, E, device=device) for _ in range(2))
+        self.square_LE = torch.zeros(L, E, dtype=torch.float64, device=device)
+        self.seen_LE = torch.zeros(L, E, dtype=torch.int64, device=device)
+        self.seen_tokens_L = torch.zeros(L, dtype=torch.int64, device=device)
+        self.fixed_k_L = torch.tensor([k or 0 for k in top_k], dtype=torch.float32, device=device)
+        self.one = torch.ones(1, dtype=torch.int64, device=device)
+
+    def fold(self, i: int | slice) -> None:
+        """Ends a micro-batch of layer(s) i: its loads enter the peak and the sum of squares over tokens."""
+        n_LE = self.counts_LRC[i, ..., :-1, 1:-1].sum(-2)
+        t_L = self.tokens_LR[i, ..., : self.num_rows - 1].sum(-1)
+        load_LE = (n_LE - self.seen_LE[i]).float()
+        new_t_L = (t_L - self.seen_tokens_L[i]).float()
+        picks_L = torch.where(self.fixed_k_L[i] > 0, new_t_L * self.fixed_k_L[i], load_LE.sum(-1))
+        fair_L1 = (picks_L / self.num_experts).clamp_min(1e-20).unsqueeze(-1)
+        torch.maximum(self.peak_LE[i], load_LE / fair_L1, out=self.peak_LE[i])
+        self.square_LE[i] += load_LE.double().square() / new_t_L.clamp_min(1.0).unsqueeze(-1)
+        self.seen_LE[i] = n_LE
+        self.seen_tokens_L[i] = t_L
+
+    def commit(self, i: slice) -> None:
+        """The open micro-batch of layers i becomes part of the record."""
+        self.fold(i)
+        self.total_ints[i] += self.ints[i]
+        self.total_floats[i, : -self.num_experts] += self.floats[i]
+        self.total_floats[i, -self.num_experts :] += self.square_LE[i]
+        torch.maximum(self.total_peak_LE[i], self.peak_LE[i], out=self.total_peak_LE[i])
+        self.discard(i)
+
+    def discard(self, i: slice) -> None:
+        """Forgets the open micro-batch of layers i."""
+        for x in (self.ints, self.floats, self.peak_LE, self.square_LE, self.seen_LE, self.seen_tokens_L):
+            x[i].zero_()
+
+    def reset(self) -> None:
+        """Begins a new record."""
+        for x in (self.total_ints, self.total_floats, self.total_peak_LE):
+            x.zero_()

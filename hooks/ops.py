@@ -1,0 +1,70 @@
+"""The recorder's two operators. As operators they are opaque: torch.compile calls them at run time (fullgraph too),
+and selective checkpointing sees one call, the same in forward and recompute, instead of our arithmetic.
+
+The counts live in the recorder behind `handle`; `anchor` is only there to keep a compiler from removing or
+reordering the calls.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Literal, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from moe_audit.hooks.adapters.base import Observation
+
+
+class Receiver(Protocol):
+    """Who gets the calls of one handle: `observe` for a router, `mark` for the model."""
+
+    def observe(self, seen: Observation, training: bool) -> None: ...
+
+    def mark(self, begin: bool) -> None: ...
+
+
+_receivers: weakref.WeakValueDictionary[int, Receiver] = weakref.WeakValueDictionary()
+_handles = itertools.count()
+
+
+def new_handle(receiver: Receiver) -> int:
+    """A number that compiled code may carry for `receiver`; it holds no reference."""
+    handle = next(_handles)
+    _receivers[handle] = receiver
+    return handle
+
+
+def _observe(
+    anchor: Tensor,
+    indices_TK: Tensor,
+    full_TE: Tensor | None,
+    kept_TK: Tensor | None,
+    full_kind: str,
+    layout: str,
+    handle: int,
+    training: bool,
+) -> None:
+    receiver = _receivers.get(handle)
+    if receiver is not None:
+        kind = cast(Literal["logits", "probs"], full_kind) if full_TE is not None else None
+        order = cast(Literal["batch", "sequence"], layout)
+        receiver.observe(Observation(indices_TK, None, full_TE, kind, kept_TK, order), training)
+
+
+def _mark(anchor: Tensor, handle: int, begin: bool) -> None:
+    receiver = _receivers.get(handle)
+    if receiver is not None:
+        receiver.mark(begin)
+
+
+_library = torch.library.Library("moe_audit", "DEF")
+_library.define(
+    "observe(Tensor(a!) anchor, Tensor indices, Tensor? full, Tensor? kept, str full_kind, str layout,"
+    " int handle, bool training) -> ()"
+)
+_library.define("mark(Tensor(a!) anchor, int handle, bool begin) -> ()")
+for _name, _function in (("observe", _observe), ("mark", _mark)):
+    _library.impl(_name, _function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"moe_audit::{_name}", lambda *args: None, lib=_library)
