@@ -6,10 +6,13 @@ set -euo pipefail
 runs=${1:-runs} seed=${2:-1}
 configs=$(dirname "$0")/../moe_trainer/configs
 
+rm -rf "$runs/text"
 moe-train prepare demo -o "$runs/text"
+sources=()
+for folder in "$runs/text"/*; do sources+=("data.sources.$(basename "$folder")=$folder"); done
 for name in healthy sick; do
   printf '\n== training runs/%s\n' "$name"
-  moe-train run "$configs/demo_$name.toml" --save-folder "$runs/$name" --overwrite "train.seed=$seed"
+  moe-train run "$configs/demo_$name.toml" --save-folder "$runs/$name" --overwrite "train.seed=$seed" "${sources[@]}"
 done
 
 check() { # RUN EXPECTED-EXIT-CODE

@@ -29,7 +29,7 @@ from moe_audit.hooks.context import row_ids
 from moe_audit.hooks.flush import Cut, Layout, Steps, pack, reduce
 from moe_audit.hooks.ranks import Ranks
 from moe_audit.hooks.writer import Writer
-from moe_audit.store import UNLABELLED, LayerInfo, Record, check_sources
+from moe_audit.store import UNLABELLED, LayerInfo, check_sources
 from moe_audit.thresholds.errors import AuditError, UsageError
 
 PHASES = ("train", "eval")
@@ -113,7 +113,7 @@ class Recorder:
         self._loss: Tensor | float = 0.0
         self._losses = 0
         self._cut_waiting: Cut | None = None
-        self._callbacks: list[Callable[[Sequence[Record]], None]] = []
+        self._callbacks: list[Callable[[int], None]] = []
         self._warned: set[str] = set()
         self._receivers: list[_LayerReceiver] = []
         self._handles: list[RemovableHandle] = []
@@ -239,8 +239,14 @@ class Recorder:
         Raises:
             UsageError: `step` does not increase; in the first step a layer did not fire.
         """
-        if self._closed or not self._ranks.is_member:
+        if self._closed:
             return
+        if self._ranks.is_member:
+            self._step(step, lr, loss)
+        for callback in self._callbacks:
+            callback(step)
+
+    def _step(self, step: int, lr: LearningRate | None, loss: Tensor | float | None) -> None:
         step = _checked_step(step, self._last_step)
         self._settle()
         first = self._last_step is None
@@ -298,9 +304,18 @@ class Recorder:
         if self._writer is not None:
             self._writer.set_meta(values)
 
-    def on_flush(self, callback: Callable[[Sequence[Record]], None]) -> None:
-        """Calls `callback` with the records of each flush, on every rank of the group, inside `step` or `flush`."""
+    def on_step(self, callback: Callable[[int], None]) -> None:
+        """Calls `callback(step)` at the end of each `step`, on all ranks, those that record nothing too."""
         self._callbacks.append(callback)
+
+    def router_parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of the modules that are observed on this rank."""
+        for module in self._modules:
+            yield from module.parameters()
+
+    def written(self, timeout: float) -> bool:
+        """Waits until all records cut so far are in the store. False: they are not, `timeout` seconds on."""
+        return self._writer.flush(timeout) if self._writer is not None else True
 
     # -- what hooks call
 
@@ -471,8 +486,6 @@ class Recorder:
             if detail["invariant"] not in self._warned:
                 self._warned.add(detail["invariant"])
                 warnings.warn(f"routing record is not valid: {detail['message']}", stacklevel=4)
-        for callback in self._callbacks:
-            callback(records)
         if raising:
             self._raise_broken(cut)
 

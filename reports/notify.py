@@ -7,18 +7,9 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
+from moe_audit.alerts import Alert
 from moe_audit.thresholds.errors import UsageError
-
-
-@dataclass(frozen=True)
-class Alert:
-    """What happened to the routing. `severe`: three disjoint failing windows in a row; advice is to pause."""
-
-    title: str
-    body: str
-    severe: bool = False
 
 
 class Notifier:

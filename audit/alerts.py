@@ -1,0 +1,51 @@
+"""When a person is told: from the windows of a verdict to an alert. Shared by the training gate and `watch`.
+
+Shapes: W windows, L layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_audit.verdict import Grid, Status, Verdict
+
+SEVERE_IN_A_ROW = 3  # disjoint failing windows
+
+
+@dataclass(frozen=True)
+class Alert:
+    """What happened to the routing. `severe`: three disjoint windows failed in a row; pause is advised."""
+
+    title: str
+    body: str
+    severe: bool = False
+
+
+def failing_in_a_row(grid: Grid) -> int:
+    """How many disjoint windows fail in a row, counted back from the newest; one fails where any layer does."""
+    fails_W = (grid.status_WL == Status.FAIL).any(axis=1)
+    count, begins = 0, None
+    for w in reversed(range(len(fails_W))):
+        if begins is not None and grid.last_step_W[w] >= begins:
+            continue  # overlaps the window counted last
+        if not fails_W[w]:
+            break
+        count, begins = count + 1, int(grid.first_step_W[w])
+    return count
+
+
+def alert_of(verdict: Verdict, sentence: str) -> Alert | None:
+    """The alert that the newest window calls for, None where it does not fail.
+
+    Args:
+        verdict: of the last windows of a run.
+        sentence: the verdict in words, the body of the alert.
+    """
+    count = failing_in_a_row(verdict.grid) if verdict.grid is not None else 0
+    if count == 0:
+        return None
+    name = verdict.run.get("path", "run")
+    if count >= SEVERE_IN_A_ROW:
+        title = f"{name}: routing failed in {count} windows in a row, pause the training"
+        return Alert(title, sentence, severe=True)
+    return Alert(f"{name}: routing failed", sentence)
