@@ -42,7 +42,7 @@ class Attention(nn.Module):
         return out
 
     def _heads(self, x_BSD: Tensor, heads: int) -> Tensor:
-        return x_BSD.unflatten(2, (heads, self.head_dim)).transpose(1, 2)
+        return x_BSD.view(*x_BSD.shape[:2], heads, self.head_dim).transpose(1, 2)
 
 
 class SwiGLU(nn.Module):

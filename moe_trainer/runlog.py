@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -39,7 +40,7 @@ class RunLog:
         self._task = TaskID(0)
         if self.console.is_terminal:
             self._progress = Progress(
-                TextColumn(f"[bold]{folder.name}[/]"),
+                TextColumn(f"[bold]{escape(folder.name)}[/]"),
                 BarColumn(),
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[status]}"),

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import math
-import platform
 import shutil
 import subprocess
 import time
+from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_audit.hooks import Recorder
 from moe_audit.thresholds.errors import AuditError, UsageError
 from moe_trainer.checkpoint import last_checkpoint, load_checkpoint, save_checkpoint
 from moe_trainer.config import TrainConfig, load_config
@@ -27,11 +28,8 @@ from moe_trainer.moe.layer import MoE, post_step
 from moe_trainer.optim import build_optimizer, build_scheduler, load_optimizer_state
 from moe_trainer.runlog import RunLog
 
-if TYPE_CHECKING:
-    from moe_audit.hooks import Recorder
-
-RUN_FILES = ("config.toml", "routing.db", "routing.db-wal", "routing.db-shm", "train.log")
-RUN_FOLDERS = ("checkpoints", "tensorboard")
+# What a run writes into its folder; the recorder has side files beside routing.db.
+RUN_PATTERNS = ("config.toml", "routing*.db*", "train.log", "checkpoints", "tensorboard")
 
 
 class DivergedError(AuditError):
@@ -68,7 +66,7 @@ def make_run_folder(folder: Path, overwrite: bool) -> None:
     """Make the folder; with `overwrite`, remove the run that is in it and nothing else."""
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file", "give a folder with --save-folder")
-    present = [folder / name for name in (*RUN_FILES, *RUN_FOLDERS) if (folder / name).exists()]
+    present = [path for pattern in RUN_PATTERNS for path in sorted(folder.glob(pattern))]
     if present and not overwrite:
         raise UsageError(
             f"{folder} holds a run already",
@@ -142,7 +140,7 @@ class Trainer:
             batch = self.stream.next_batch(config.train.micro_batch_sequences)
             with self._recording(batch):
                 loss, router_loss = self.losses(batch)
-                (loss + router_loss).backward()
+                torch.autograd.backward(loss + router_loss)
             total += loss.detach()
         return total
 
@@ -228,8 +226,6 @@ class Trainer:
     def _attach_recorder(self, resume: bool) -> Recorder | None:
         if not self.config.recorder.enabled:
             return None
-        from moe_audit.hooks import Recorder
-
         recorder = Recorder.attach(
             self.model,
             self.folder / "routing.db",
@@ -246,7 +242,7 @@ class Trainer:
         return self.recorder.microbatch(sources=torch.from_numpy(batch.sources_BS))
 
     def _recorder_closed_after(self) -> contextlib.AbstractContextManager[Any]:
-        return self.recorder if self.recorder is not None else contextlib.nullcontext()
+        return contextlib.nullcontext() if self.recorder is None else self.recorder
 
     def _stop_unless_finite(self, **values: float) -> None:
         for name, value in values.items():
@@ -310,8 +306,7 @@ def run_facts(config: TrainConfig, stream: TokenStream) -> dict[str, Any]:
     """What the trainer knows about its run and the audit wants to know, for `meta`."""
     facts: dict[str, Any] = {
         "framework": "moe_trainer",
-        "torch_version": torch.__version__,
-        "python_version": platform.python_version(),
+        "framework_version": metadata.version("moe-audit"),
         "config_hash": config.sha256(),
         "git_revision": git_revision(),
         "balancing": balancing_rule(config),

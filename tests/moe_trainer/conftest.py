@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+
+from moe_trainer import train
+from moe_trainer.config import load_config
 
 TINY = """
 [model]
@@ -59,3 +64,23 @@ def tiny(tmp_path: Path) -> Path:
     path = tmp_path / "tiny.toml"
     path.write_text(TINY + "\n[data.sources]\n" + "\n".join(folders) + "\n")
     return path
+
+
+@pytest.fixture
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Train as far as a step, then be killed at the worst moment: after the step, before any save."""
+
+    def interrupt(config_file: Path, folder: Path, at: int, overrides: list[str]) -> None:
+        update = train.Trainer.update
+
+        def killing(self: train.Trainer, loss: torch.Tensor) -> None:
+            update(self, loss)
+            if self.step == at:
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(train.Trainer, "update", killing)
+            with pytest.raises(KeyboardInterrupt):
+                train.run(load_config(config_file, overrides), folder)
+
+    return interrupt

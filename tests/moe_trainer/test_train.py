@@ -45,26 +45,6 @@ def assert_equal_checkpoints(a: Path, b: Path) -> None:
     assert_equal_state(torch.load(a / "state.pt"), torch.load(b / "state.pt"))
 
 
-@pytest.fixture
-def interrupted(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Train as far as a step, then be killed at the worst moment: after the step, before any save."""
-
-    def interrupt(config_file: Path, folder: Path, at: int, overrides: list[str]) -> None:
-        update = train.Trainer.update
-
-        def killing(self: train.Trainer, loss: torch.Tensor) -> None:
-            update(self, loss)
-            if self.step == at:
-                raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            patch.setattr(train.Trainer, "update", killing)
-            with pytest.raises(KeyboardInterrupt):
-                run(load_config(config_file, overrides), folder)
-
-    return interrupt
-
-
 def test_two_runs_are_equal_bit_for_bit_and_another_seed_is_not(tiny: Path, tmp_path: Path) -> None:
     config = load_config(tiny, [NO_RECORDER])
     first, second = run(config, tmp_path / "a"), run(config, tmp_path / "b")
