@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+
 from moe_audit.metrics import shares, split_shift
 from moe_audit.reports.json import plain
 from moe_audit.reports.wording import (
     breach,
     clean,
     error_of,
+    headline,
     op_of,
     ranked,
     scope,
-    sentence,
     status_name,
 )
 
@@ -98,7 +99,7 @@ def summary(verdict: Verdict) -> dict[str, Any]:
         rest[key] = rest.get(key, 0) + 1
     return {
         "status": status_name(verdict),
-        "sentence": sentence(verdict),
+        "headline": headline(verdict),
         "scope": scope(verdict),
         "run": {k: clean(v, 200) for k, v in verdict.run.items() if isinstance(v, str | int)},
         "policy": {k: clean(v, 80) for k, v in verdict.policy.items() if v is not None},

@@ -15,11 +15,15 @@ _UNSAFE = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}  # controls, format and bid
 
 
 def clean(text: object, limit: int = NAME_LIMIT) -> str:
-    """`text` on one line, each control character as its escape, cut to `limit` characters."""
+    """`text` on one line, each control character as its escape, cut to `limit` characters.
+
+    "::" and "##[" get a space: at the start of a line they are commands to the log readers of CI services.
+    """
     shown = "".join(
         c if unicodedata.category(c) not in _UNSAFE else c.encode("unicode_escape", "surrogatepass").decode()
         for c in str(text)[: limit + 1]
     )
+    shown = shown.replace("::", ": :").replace("::", ": :").replace("##[", "## [")
     return shown if len(shown) <= limit else shown[: limit - 1] + "…"
 
 
@@ -138,6 +142,12 @@ def sentence(verdict: Verdict) -> str:
         f"routing is acceptable under policy {policy}: "
         f"{plural(judged, 'cell')} judged, none beyond a limit{waived}"
     )
+
+
+def headline(verdict: Verdict) -> str:
+    """The sentence as running text: with a capital and a full stop."""
+    text = sentence(verdict)
+    return text if error_of(verdict) is not None else f"{text[:1].upper()}{text[1:]}."
 
 
 def totals(verdict: Verdict) -> str:

@@ -121,7 +121,7 @@
     const height = Math.max(90, Math.min(420, L * 26)), below = data.get("loss") ? 130 : 0;
     const split = below / (height + below + 50);
     const traces = [{
-      type: "heatmap", x: middle, y: rows, z, text, texttemplate: signs ? "%{text}" : undefined, textfont: { color: "#fff", size: 11 },
+      type: "heatmap", x: middle, y: rows, z, text, texttemplate: signs ? "%{text}" : undefined, textfont: { size: 11 },
       customdata: z.map((row, l) => row.map((code, w) => [STATUS[code], windowLabel(w)])),
       hovertemplate: "layer %{y}, %{customdata[1]}: %{customdata[0]}<extra></extra>",
       zmin: -1.5, zmax: 4.5, colorscale: scale, showscale: false, xgap: W > 150 ? 0 : 2, ygap: L > 40 ? 0 : 2,
@@ -230,8 +230,9 @@
   if (data.layers.some((_, l) => data.get("peak" + l))) plots.peak = peak; else $("peak-card").remove();
   if (data.get("lr") || data.get("router_lr") || marked.length) plots.lr = rates; else $("lr-card").remove();
   const visible = new Set();
-  function draw(id) {
+  function draw(id, width) {
     const made = plots[id]();
+    if (width) made[1].width = width;
     Plotly.react($(id), made[0], made[1], config);
     if (id === "timeline" && !$(id).dataset.ready) {
       $(id).dataset.ready = "1";
@@ -242,7 +243,7 @@
       });
     }
   }
-  const redraw = () => visible.forEach(draw);
+  const redraw = () => visible.forEach((id) => draw(id));
   let pending = 0;
   const later = () => { cancelAnimationFrame(pending); pending = requestAnimationFrame(redraw); };
 
@@ -322,10 +323,17 @@
   }, { rootMargin: "200px" });
   Object.keys(plots).forEach((id) => watcher.observe($(id)));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", later);
-  const everything = () => Object.keys(plots).forEach(draw);
-  addEventListener("beforeprint", everything);
-  matchMedia("print").addEventListener("change", (e) => (e.matches ? everything() : later()));
-  document.documentElement.dataset.ready = "1";
+  // Paper has no resize event: half a page or a whole one, on A4 or Letter.
+  addEventListener("beforeprint", () => {
+    document.documentElement.dataset.print = "1";
+    Object.keys(plots).forEach((id) => draw(id, id === "timeline" || id === "lr" ? 660 : 310));
+  });
+  addEventListener("afterprint", () => {
+    delete document.documentElement.dataset.print;
+    redraw();
+  });
+  draw("timeline");
+  document.documentElement.dataset.ready = performance.now();
 
   function setupTable() {
     const filter = $("filter"), table = $("cells");
