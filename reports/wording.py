@@ -178,8 +178,11 @@ def scope(verdict: Verdict) -> str:
 
 
 def ranked(cells: Iterable[Cell]) -> list[Cell]:
-    """Cells from the worst: by status, then by excess, then by step and layer."""
-    return sorted(cells, key=lambda c: (-c.status, -excess(c), c.first_step, c.layer, c.gate, c.source))
+    """Cells from the worst: what failed, what is near it, what could not be decided; then by excess and place."""
+    order = {"INVALID": 0, "FAIL": 1, "WARN": 2, "INSUFFICIENT": 3, "PASS": 4}
+    return sorted(
+        cells, key=lambda c: (order[c.status.name], -excess(c), c.first_step, c.layer, c.gate, c.source)
+    )
 
 
 def op_of(verdict: Verdict) -> dict[str, str]:
