@@ -95,15 +95,13 @@ def test_junit_of_a_passing_run_has_no_failure(verdict: Make, cell: Make) -> Non
 
 
 def test_sarif_has_a_result_per_cell_that_does_not_pass(verdict: Make, cell: Make) -> None:
-    cells = [
-        cell(status=s, layer=i)
-        for i, s in enumerate((Status.PASS, Status.FAIL, Status.WARN, Status.INSUFFICIENT))
-    ]
+    statuses = (Status.PASS, Status.INSUFFICIENT, Status.WARN, Status.FAIL)
+    cells = [cell(status=status, layer=i) for i, status in enumerate(statuses)]
     [run] = sarif(verdict(cells=cells))["runs"]
     assert [(r["kind"], r["level"]) for r in run["results"]] == [
         ("fail", "error"),
-        ("open", "none"),
         ("fail", "warning"),
+        ("open", "none"),
     ]
     rules = run["tool"]["driver"]["rules"]
     assert all(rules[r["ruleIndex"]]["id"] == r["ruleId"] for r in run["results"])
