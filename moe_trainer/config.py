@@ -146,7 +146,7 @@ class LoopConfig(Config):
         steps: Optimizer steps of the run.
         micro_batch_sequences: Sequences of a micro-batch.
         accumulation: Micro-batches of an optimizer step.
-        seed: Of initial values, data order and dropout-like noise.
+        seed: Of the initial weights, the order of the text, and router jitter.
         device: cpu, cuda, or auto (cuda where there is one).
         log_every: Steps between log lines and TensorBoard points.
     """

@@ -40,11 +40,14 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
 
 
 def part_of(parameter_name: str) -> str:
-    """`router`, `experts` or `dense`, by the place of the parameter in the model."""
-    parts = parameter_name.split(".")
-    if "moe" not in parts:
+    """`router`, `experts` or `dense`, by the place of the parameter in the model.
+
+    The router that mixes shared experts counts as `experts`: it sends no token anywhere.
+    """
+    _, moe, inside = f".{parameter_name}".partition(".moe.")
+    if not moe:
         return "dense"
-    return "router" if "router" in parts else "experts"
+    return "router" if inside.startswith("router.") else "experts"
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
