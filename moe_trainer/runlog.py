@@ -53,8 +53,11 @@ class RunLog:
 
     def message(self, text: str) -> None:
         """One line for the log file and the terminal."""
-        self._file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        self._write(text)
         self.console.print(text, markup=False)
+
+    def _write(self, text: str) -> None:
+        self._file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
     def advance(self, step: int, loss: float) -> None:
         """Move the progress bar, where there is one."""
@@ -75,6 +78,8 @@ class RunLog:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if error is not None:
+            self._write(f"stopped: {str(error) or type(error).__name__}")
         if self._progress is not None:
             self._progress.stop()
         self._tensorboard.close()

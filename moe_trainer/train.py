@@ -8,9 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import shutil
-import subprocess
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,8 @@ from moe_audit.hooks import Recorder
 from moe_audit.thresholds.errors import AuditError, UsageError
 from moe_trainer.checkpoint import last_checkpoint, load_checkpoint, save_checkpoint
 from moe_trainer.config import TrainConfig, load_config
-from moe_trainer.data import Batch, TokenStream, read_corpus, shard_cycle_steps
+from moe_trainer.data import Batch, TokenStream, read_corpus
+from moe_trainer.facts import run_facts
 from moe_trainer.model import Transformer
 from moe_trainer.moe.layer import MoE, post_step
 from moe_trainer.optim import build_optimizer, build_scheduler, load_optimizer_state
@@ -112,12 +111,13 @@ class Trainer:
             )
         (folder / "config.toml").write_text(config.to_toml(), encoding="utf-8")
         self.recorder = self._attach_recorder(resume=resume_from is not None)
-        self.counts_LE = self._zero_counts()
+        self.rates = self.learning_rates()  # of the last update
+        self.counts_LE = self._zero_counts()  # assignments since the last report
 
     def fit(self) -> Path:
         """Train to the last step; returns the last checkpoint."""
         steps = self.config.train.steps
-        with RunLog(self.folder, steps, self.step + 1) as log, self._recorder_closed_after():
+        with self._recorder_closed_after(), RunLog(self.folder, steps, self.step + 1) as log:
             log.message(self._opening_line())
             started, first = time.perf_counter(), self.step
             while self.step < steps:
@@ -158,7 +158,7 @@ class Trainer:
         optim = self.config.optim
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), optim.max_grad_norm)
         self._stop_unless_finite(loss=float(loss), gradient_norm=float(norm))
-        learning_rates = self.learning_rates()
+        self.rates = self.learning_rates()
         for i, stats in enumerate(post_step(self.moe_layers)):
             self.counts_LE[i] += stats.counts_E
         self.optimizer.step()
@@ -166,7 +166,7 @@ class Trainer:
         self.scheduler.step()
         self.step += 1
         if self.recorder is not None:
-            self.recorder.step(self.step, lr=learning_rates, loss=loss)
+            self.recorder.step(self.step, lr=self.rates, loss=loss)
 
     def learning_rates(self) -> dict[str, float]:
         """Learning rate of the coming update: `all` (the dense part) and `router`."""
@@ -176,18 +176,17 @@ class Trainer:
     def report(self, log: RunLog, loss: float, steps_per_second: float) -> None:
         """One log line and one point on every curve: loss, pace, and how the routers stand."""
         max_load, min_load = self._worst_loads()
-        rates = self.learning_rates()
         tokens_per_second = steps_per_second * self.config.tokens_per_step
         log.message(
-            f"step {self.step}/{self.config.train.steps}  loss {loss:.4f}  lr {rates['all']:.2e}  "
+            f"step {self.step}/{self.config.train.steps}  loss {loss:.4f}  lr {self.rates['all']:.2e}  "
             f"{tokens_per_second:,.0f} tokens/s  routing load max {max_load:.2f} min {min_load:.2f}"
         )
         log.scalars(
             self.step,
             {
                 "train/loss": loss,
-                "train/lr": rates["all"],
-                "train/router_lr": rates["router"],
+                "train/lr": self.rates["all"],
+                "train/router_lr": self.rates["router"],
                 "train/tokens_per_second": tokens_per_second,
                 "routing/worst_max_load": max_load,
                 "routing/worst_min_load": min_load,
@@ -284,9 +283,9 @@ def pick_device(name: str) -> torch.device:
     """
     if name == "cuda" and not torch.cuda.is_available():
         raise UsageError("train.device = 'cuda': no CUDA device here", "use train.device=cpu")
-    return torch.device(
-        "cuda" if name == "auto" and torch.cuda.is_available() else name.replace("auto", "cpu")
-    )
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
 
 
 def build_stream(config: TrainConfig) -> TokenStream:
@@ -300,44 +299,3 @@ def build_stream(config: TrainConfig) -> TokenStream:
         shuffle=data.shuffle,
         seed=config.train.seed,
     )
-
-
-def run_facts(config: TrainConfig, stream: TokenStream) -> dict[str, Any]:
-    """What the trainer knows about its run and the audit wants to know, for `meta`."""
-    facts: dict[str, Any] = {
-        "framework": "moe_trainer",
-        "framework_version": metadata.version("moe-audit"),
-        "config_hash": config.sha256(),
-        "git_revision": git_revision(),
-        "balancing": balancing_rule(config),
-        "warmup_steps": config.optim.warmup_steps,
-        "shard_cycle_steps": shard_cycle_steps(
-            stream.corpus,
-            shard_tokens=stream.shard_tokens,
-            shard_order=stream.shard_order,
-            shuffle=stream.shuffle,
-            tokens_per_step=config.tokens_per_step,
-        ),
-    }
-    return {name: value for name, value in facts.items() if value is not None}
-
-
-def balancing_rule(config: TrainConfig) -> str:
-    """How the load is balanced, in words."""
-    moe = config.model.moe
-    rules = []
-    if moe.lb_loss_weight:
-        rules.append(f"{moe.lb_loss_granularity} loss {moe.lb_loss_weight:g}")
-    if moe.router.bias_gamma:
-        rules.append(f"score bias {moe.router.bias_gamma:g}")
-    return " + ".join(rules) or "none"
-
-
-def git_revision() -> str | None:
-    """Commit of the source tree this package runs from, if it is one."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return result.stdout.strip() or None

@@ -12,7 +12,8 @@ import torch
 from moe_audit.thresholds.errors import UsageError
 from moe_trainer import train
 from moe_trainer.config import load_config
-from moe_trainer.train import DivergedError, balancing_rule, build_stream, resume, run
+from moe_trainer.facts import balancing_rule
+from moe_trainer.train import DivergedError, build_stream, resume, run
 
 NO_RECORDER = "recorder.enabled=false"
 
@@ -122,6 +123,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_are_spoiled(
     monkeypatch.setattr(train.Trainer, "losses", spoiled)
     with pytest.raises(DivergedError, match=r"stopped at step 6: the loss is (nan|inf)"):
         run(load_config(tiny, [NO_RECORDER]), tmp_path / "run")
+    assert "stopped: training stopped at step 6" in (tmp_path / "run" / "train.log").read_text()
     checkpoints = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
     assert checkpoints == ["last", "step_00000004"]
 
