@@ -7,7 +7,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moe_audit.reports.wording import breach, clean, op_of, place, plural, ranked, sentence, status_name
+from moe_audit.reports.wording import (
+    breach,
+    clean,
+    op_of,
+    place,
+    plural,
+    ranked,
+    sentence,
+    status_name,
+    waiver_of,
+)
 
 if TYPE_CHECKING:
     from moe_audit.verdict import Verdict
@@ -23,7 +33,7 @@ def render(verdict: Verdict) -> str:
     if verdict.exit_code not in (0, 1):
         lines.append(command("error", f"moe-audit: {status}", sentence(verdict)))
     ops = op_of(verdict)
-    cells = [c for c in ranked(verdict.cells) if c.status]
+    cells = [c for c in ranked(verdict.cells) if c.status and not waiver_of(verdict, c)]
     for cell in cells[:WORST]:
         title = f"{clean(cell.gate)} {cell.status.name}"
         lines.append(

@@ -23,6 +23,7 @@ from moe_audit.reports.wording import (
     status_name,
     steps,
     waiver_line,
+    waiver_of,
 )
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ MOST_CELLS = 20  # listed in one test case
 
 
 def render(verdict: Verdict) -> str:
-    """JUnit XML."""
+    """JUnit XML. The cells in `verdict` become test cases: judge with `all_cells` to have those that pass."""
     suite = ET.Element("testsuite", name="moe-audit")
     properties = ET.SubElement(suite, "properties")
     for name, value in (
@@ -47,7 +48,9 @@ def render(verdict: Verdict) -> str:
     _run_case(suite, verdict)
     ops = op_of(verdict)
     for (gate, first, last), cells in _by_gate_and_window(verdict).items():
-        _case(suite, gate, steps(first, last), cells, ops.get(gate, ""))
+        waivers = {waiver for c in cells if (waiver := waiver_of(verdict, c))}
+        cells = [c for c in cells if not waiver_of(verdict, c)]
+        _case(suite, gate, steps(first, last), cells, ops.get(gate, ""), sorted(waivers))
     for skip in verdict.skipped:
         case = ET.SubElement(
             suite, "testcase", classname=_class(skip["gate"]), name=f"{clean(skip['gate'])}: not judged"
@@ -88,7 +91,7 @@ def _run_case(suite: ET.Element, verdict: Verdict) -> None:
     ET.SubElement(case, "system-out").text = "\n".join([text, *notes])
 
 
-def _case(suite: ET.Element, gate: str, window: str, cells: list[Cell], op: str) -> None:
+def _case(suite: ET.Element, gate: str, window: str, cells: list[Cell], op: str, waivers: list[str]) -> None:
     case = ET.SubElement(
         suite, "testcase", classname=_class(gate), name=f"{clean(gate)} steps {window}", time="0"
     )
@@ -102,7 +105,8 @@ def _case(suite: ET.Element, gate: str, window: str, cells: list[Cell], op: str)
             body.append(f"and {plural(len(failing) - MOST_CELLS, 'cell')} more")
         ET.SubElement(case, "failure", type="FAIL", message=first).text = "\n".join(body)
     elif not by_status["WARN"] and not by_status["PASS"]:
-        ET.SubElement(case, "skipped", message=f"not enough data: {place(worst[0])}")
+        why = f"not enough data: {place(worst[0])}" if worst else f"waived: {'; '.join(waivers)}"
+        ET.SubElement(case, "skipped", message=why)
     if by_status["WARN"]:
         warnings = [f"WARN {breach(c, op)} in {place(c)}" for c in by_status["WARN"][:MOST_CELLS]]
         ET.SubElement(case, "system-out").text = "\n".join(warnings)

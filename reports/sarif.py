@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from moe_audit.reports.json import plain
-from moe_audit.reports.wording import breach, clean, error_of, op_of, place, ranked, sentence, status_name
+from moe_audit.reports.wording import (
+    breach,
+    clean,
+    error_of,
+    op_of,
+    place,
+    ranked,
+    sentence,
+    status_name,
+    waiver_of,
+)
 
 if TYPE_CHECKING:
     from moe_audit.verdict import Cell, Verdict
@@ -32,7 +42,10 @@ def to_dict(verdict: Verdict) -> dict[str, Any]:
     ops = op_of(verdict)
     cells = [c for c in ranked(verdict.cells) if c.status]
     rules = [*dict.fromkeys([*(g.gate for g in verdict.gates), *(c.gate for c in cells)])]
-    results = [_result(c, ops.get(c.gate, ""), rules.index(c.gate), uri) for c in cells[:MOST_RESULTS]]
+    results = [
+        _result(c, ops.get(c.gate, ""), rules.index(c.gate), uri) | _suppression(waiver_of(verdict, c))
+        for c in cells[:MOST_RESULTS]
+    ]
     if verdict.exit_code not in (0, 1):
         text = f"{status_name(verdict)}: {sentence(verdict)}"
         result = {"ruleId": NOT_JUDGED, "ruleIndex": len(rules), "level": "error", "message": {"text": text}}
@@ -96,6 +109,10 @@ def _result(cell: Cell, op: str, index: int, uri: str) -> dict[str, Any]:
             "experts": [int(e) for e in cell.experts],
         },
     }
+
+
+def _suppression(waiver: str | None) -> dict[str, Any]:
+    return {} if waiver is None else {"suppressions": [{"kind": "external", "justification": waiver}]}
 
 
 def _location(uri: str, logical: list[dict[str, Any]]) -> dict[str, Any]:

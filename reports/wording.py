@@ -137,7 +137,7 @@ def sentence(verdict: Verdict) -> str:
             f"routing is acceptable under policy {policy}, with {plural(count.get('WARN', 0), 'warning')} "
             f"in {plural(judged, 'cell')}{worst}"
         )
-    waived = f", {plural(len(verdict.waived), 'waiver')} used" if verdict.waived else ""
+    waived = f" but those of {plural(len(verdict.waived), 'waiver')}" if verdict.waived else ""
     return (
         f"routing is acceptable under policy {policy}: "
         f"{plural(judged, 'cell')} judged, none beyond a limit{waived}"
@@ -178,11 +178,25 @@ def scope(verdict: Verdict) -> str:
 
 
 def ranked(cells: Iterable[Cell]) -> list[Cell]:
-    """Cells from the worst: what failed, what is near it, what could not be decided; then by excess and place."""
+    """Cells from the worst: what failed, what came near, what could not be decided; then by excess."""
     order = {"INVALID": 0, "FAIL": 1, "WARN": 2, "INSUFFICIENT": 3, "PASS": 4}
     return sorted(
         cells, key=lambda c: (order[c.status.name], -excess(c), c.first_step, c.layer, c.gate, c.source)
     )
+
+
+def waiver_of(verdict: Verdict, cell: Cell) -> str | None:
+    """The waiver that covers a cell, in words; None where none does. INSUFFICIENT cells need none."""
+    if cell.status.name not in ("WARN", "FAIL"):
+        return None
+    for waiver in verdict.waived:
+        if all(waiver.get(key, value) == value for key, value in _place_of(cell).items()):
+            return waiver_line({k: v for k, v in waiver.items() if k in ("owner", "reason", "expires")})
+    return None
+
+
+def _place_of(cell: Cell) -> dict[str, Any]:
+    return {"gate": cell.gate, "layer": cell.layer, "source": cell.source}
 
 
 def op_of(verdict: Verdict) -> dict[str, str]:

@@ -203,3 +203,18 @@ def test_hostile_names_leave_valid_documents(hostile: Verdict) -> None:
     sarif(hostile)
     out = junit(hostile)
     assert sum(len(suite) for suite in out) == 3  # the verdict, one window, one skipped gate
+
+
+def test_a_waived_failure_fails_nothing_and_is_said(verdict: Make, cell: Make) -> None:
+    waiver = {"gate": "min_load", "layer": 2, "source": "all", "owner": "ann", "reason": "known", "cells": 1}
+    v = verdict(Status.PASS, cells=[cell(), cell(layer=3, status=Status.PASS)], waived=[waiver])
+    out = junit(v)
+    assert (out.failures, out.errors) == (0, 0)
+    alone = junit(verdict(Status.PASS, cells=[cell()], waived=[waiver]))
+    assert alone.skipped == 2  # the waived window, and a gate without its input
+    [result] = sarif(v)["runs"][0]["results"]
+    assert "ann" in result["suppressions"][0]["justification"]
+    assert annotations(reports.render(v, "github")) == []
+    assert "ann" in reports.render(v, "markdown")
+    other = verdict(cells=[cell(layer=1)], waived=[waiver])
+    assert junit(other).failures == 2
