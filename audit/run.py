@@ -27,6 +27,7 @@ from moe_audit.record import (
     Floats,
     Ints,
     LayerInfo,
+    LayerRecord,
     crc_seed,
     record_crc,
 )
@@ -228,6 +229,22 @@ class Run:
                 out[self._row_of_record[record]] = True
         return out
 
+    def layer_record(self, record: int, layer: int) -> LayerRecord | None:
+        """One layer of one record with all its arrays; None where the layer has no row in it."""
+        info = self.layer_info(layer)
+        values: dict[str, Any] = {}
+        for table, dtypes, last in (("load", LOAD_DTYPES, "invalid"), ("layer_stat", STAT_DTYPES, "calls")):
+            for *blobs, scalar, crc in self.query(
+                f"SELECT {', '.join(dtypes)}, {last}, crc FROM {table} WHERE layer = ? AND record = ?",
+                layer,
+                record,
+            ):
+                values[last] = scalar
+                for name, blob in zip(dtypes, blobs, strict=True):
+                    array = None if blob is None else self._array(name, info, record, blob, crc)
+                    values[_FIELDS[name]] = array
+        return LayerRecord(**values) if "counts_SE" in values else None
+
     def query(self, sql: str, *values: Any) -> Iterator[Any]:
         """Rows of a query on the tables of schema.sql, within the snapshot."""
         return self._db.rows(sql, *values)
@@ -301,6 +318,12 @@ _COLUMNS: dict[str, tuple[int, np.dtype[Any], bool, tuple[int, ...]]] = {
         for place, (name, dtype) in enumerate(STAT_DTYPES.items())
     },
 }
+
+
+_FIELDS = {  # of `LayerRecord`
+    "counts": "counts_SE", "prob_sum": "prob_sum_SE", "tokens": "tokens_S", "top1": "top1_S2",
+    **{name: f"{name}_E" for name in STAT_DTYPES},
+}  # fmt: skip
 
 
 def open_run(path: str | Path, phase: str = "train") -> Run:

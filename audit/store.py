@@ -165,9 +165,14 @@ class Store:
 
     def append(self, record: Record) -> int:
         """Writes one record with all its layers and events, or nothing. Returns its number."""
-        encoded = encode(record, {k: experts for k, (_, experts) in self.layer_shapes().items()})
+        return self.extend([record])
+
+    def extend(self, records: Sequence[Record]) -> int:
+        """Writes all of these records in one transaction, or none. Returns the number of the last."""
+        num_experts = {layer: experts for layer, (_, experts) in self.layer_shapes().items()}
+        encoded = [encode(record, num_experts) for record in records]
         with self.transaction():
-            return self.insert(encoded)
+            return [self.insert(record) for record in encoded][-1]
 
     def insert(self, record: EncodedRecord) -> int:
         """As `append`, inside a transaction of the caller."""
