@@ -1,0 +1,289 @@
+"""The command `moe-audit`: each command is a thin face of one function, imported when it runs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from moe_audit import cli_io as io
+from moe_audit import cli_options as opt
+from moe_audit.cli_policy import policy_group
+
+EXAMPLES = """\b
+Examples:
+  moe-audit check runs/a                         judge a run, also while it trains
+  moe-audit check runs/a --checkpoint 5000 --format junit --output audit.xml
+  moe-audit explain runs/a                       why it failed, and what to look at
+  moe-audit policy check --experts 64 --top-k 8  what the limits imply
+\b
+Exit codes: 0 pass, 1 a gate failed, 2 usage or configuration error, 3 insufficient
+or no data, 4 invalid or unreadable run, 5 internal error (--debug shows where).
+Shell completion: eval "$(_MOE_AUDIT_COMPLETE=bash_source moe-audit)" (or zsh_source, fish_source).
+"""
+
+
+@click.group(cls=io.Group, epilog=EXAMPLES, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="moe-audit", prog_name="moe-audit")
+def cli() -> None:
+    """Acceptance tests for the routers of mixture-of-experts models."""
+
+
+cli.add_command(policy_group)
+
+
+@cli.command(epilog="\b\nExample: moe-audit check runs/a --policy classic --last 5 --fail-on warn")
+@opt.run_argument
+@opt.policy_option
+@opt.scope_options
+@click.option(
+    "--checkpoint",
+    type=opt.STEP,
+    metavar="STEP",
+    help="Judge the last 5 windows (or --last) that end at or before STEP.",
+)
+@click.option(
+    "--fail-on",
+    type=opt.OneOf(("fail", "warn", "never")),
+    default="fail",
+    show_default=True,
+    help="What gives exit code 1; codes 2 to 5 stay.",
+)
+@opt.output_options("text", "json", "markdown", "junit", "sarif", "github")
+@click.option("--all-cells", is_flag=True, help="Also list the cells that pass (JSON).")
+@click.option("--quiet", "-q", is_flag=True, help="One line of text.")
+def check(
+    run: Path,
+    policy: str | None,
+    fail_on: str,
+    all_cells: bool,
+    quiet: bool,
+    no_color: bool,
+    **scope: Any,
+) -> int:
+    """Judge every window of RUN (a folder with routing.db, or the file) and set the exit code."""
+    places = io.destinations()
+    verdict = opt.judge(run, policy, scope, all_cells=all_cells)
+    code = verdict.exit_code
+    if code == 0 and fail_on == "warn" and verdict.status.name == "WARN":
+        code = 1
+    elif code == 1 and fail_on == "never":
+        code = 0
+    verdict.exit_code = code
+    io.deliver(verdict, places, all_cells=all_cells, quiet=quiet, color=not no_color)
+    if code >= 2 and all(format != "text" or path != io.STDOUT for format, path in places):
+        from moe_audit.reports.wording import sentence
+
+        click.echo(f"moe-audit: {verdict.status.name}: {sentence(verdict)}", err=True)
+    return code
+
+
+@cli.command(
+    epilog="\b\nExample: moe-audit metrics runs/a --layer 3 --metric max_load --metric cv --format csv"
+)
+@opt.run_argument
+@opt.scope_options
+@click.option("--metric", "names", multiple=True, metavar="NAME", help="Only this column; repeatable.")
+@opt.output_options("text", "json", "csv")
+def metrics(run: Path, names: tuple[str, ...], no_color: bool, **scope: Any) -> int:
+    """Print every metric of every window, layer and source of RUN, unjudged."""
+    from moe_audit.cli_tables import metrics_text
+
+    places = io.destinations()
+    for format, path in places:
+        io.write(metrics_text(run, scope, names, format), path)
+    return 0
+
+
+@cli.command(epilog="\b\nExample: moe-audit explain runs/sick --policy default --format markdown -o why.md")
+@opt.run_argument
+@opt.policy_option
+@opt.scope_options
+@click.option("--checkpoint", type=opt.STEP, metavar="STEP", help="As for check.")
+@opt.output_options("text", "json", "markdown")
+def explain(run: Path, policy: str | None, no_color: bool, **scope: Any) -> int:
+    """Say why RUN fails: symptoms, likely causes in the order to check them, evidence, remedies."""
+    from moe_audit import explain as explaining
+
+    places = io.destinations()
+    with opt.open_named(run, scope["phase"]) as opened:
+        found = explaining.explain(opened, policy, **opt.judge_options(opened, scope))
+    for format, path in places:
+        io.write(explaining.render(found, format), path)
+    return 0
+
+
+@cli.command(epilog="\b\nExample: moe-audit report runs/a -o report.html")
+@opt.run_argument
+@opt.policy_option
+@opt.scope_options
+@click.option("--checkpoint", type=opt.STEP, metavar="STEP", help="As for check.")
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="The HTML file; report.html beside the run by default.",
+)
+@click.option(
+    "--tensorboard",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="FOLDER",
+    help="Write TensorBoard events there as well.",
+)
+def report(run: Path, policy: str | None, output: Path | None, tensorboard: Path | None, **scope: Any) -> int:
+    """Write an HTML page with pictures of RUN and its verdict."""
+    from moe_audit.cli_reports import write_report
+
+    for path in write_report(run, policy, scope, output, tensorboard):
+        click.echo(path)
+    return 0
+
+
+@cli.command(
+    epilog="\b\nExamples: moe-audit compare runs/before runs/after\n          "
+    "moe-audit compare runs/a runs/a --range-a 0-5000 --range-b 20000-25000"
+)
+@click.argument("a", type=click.Path(path_type=Path), metavar="A")
+@click.argument("b", type=click.Path(path_type=Path), metavar="B")
+@opt.policy_option
+@click.option("--range-a", metavar="FIRST-LAST", help="Only these steps of A.")
+@click.option("--range-b", metavar="FIRST-LAST", help="Only these steps of B.")
+@click.option("--phase", default="train", show_default=True, help="Which phase of the records to read.")
+@opt.output_options("text", "json", "markdown")
+def compare(
+    a: Path,
+    b: Path,
+    policy: str | None,
+    range_a: str | None,
+    range_b: str | None,
+    phase: str,
+    no_color: bool,
+    **_: Any,
+) -> int:
+    """Compare two runs, two ranges of steps, or a model before and after fine-tuning."""
+    from moe_audit import compare as comparing
+
+    places = io.destinations()
+    with opt.open_named(a, phase) as run_a, opt.open_named(b, phase) as run_b:
+        result = comparing.compare(
+            run_a,
+            run_b,
+            policy,
+            steps_a=opt.step_range(range_a, "--range-a"),
+            steps_b=opt.step_range(range_b, "--range-b"),
+        )
+    for format, path in places:
+        io.write(comparing.render(result, format), path)
+    return result.exit_code
+
+
+@cli.command(epilog="\b\nExample: moe-audit calibrate runs/good1 runs/good2 -o policy.toml --alpha 0.05")
+@click.argument(
+    "references", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="REFERENCE..."
+)
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path, dir_okay=False),
+    required=True,
+    metavar="FILE",
+    help="The policy to write.",
+)
+@click.option(
+    "--alpha",
+    type=opt.Number(0, 0.5, open_low=True),
+    default=0.05,
+    show_default=True,
+    help="False alarms allowed per gate and window.",
+)
+@click.option(
+    "--extends",
+    "base",
+    default="default",
+    show_default=True,
+    metavar="NAME|FILE",
+    help="The policy whose gates are calibrated.",
+)
+@click.option("--length", type=opt.POSITIVE, metavar="STEPS", help="Window length in steps.")
+@click.option(
+    "--allow-mismatch",
+    is_flag=True,
+    help="Accept references that differ in experts, top-k, capacity or source mix.",
+)
+@click.option("--force", is_flag=True, help="Overwrite FILE.")
+def calibrate(
+    references: tuple[Path, ...],
+    output: Path,
+    alpha: float,
+    base: str,
+    length: int | None,
+    allow_mismatch: bool,
+    force: bool,
+) -> int:
+    """Take limits from healthy runs: conformal quantiles over disjoint windows, worst layer of each."""
+    from moe_audit import calibrate as calibrating
+
+    io.refuse_overwrite(output, force)
+    runs = [opt.open_named(path) for path in references]
+    result = calibrating.calibrate(runs, base=base, alpha=alpha, length=length, allow_mismatch=allow_mismatch)
+    for opened in runs:
+        opened.close()
+    io.write(result.toml, str(output))
+    for line in result.lines:
+        click.echo(line)
+    click.echo(str(output))
+    return 0
+
+
+@cli.command(
+    epilog="\b\nExample: moe-audit plan --experts 64 --top-k 8 --tokens-per-step "
+    "65536 --layers 16 --sources 4 --shard-cycle 200 --steps 100000"
+)
+@click.option("--experts", type=opt.POSITIVE, required=True, help="Experts of a layer.")
+@click.option("--top-k", type=opt.POSITIVE, required=True, help="Picks per token.")
+@click.option(
+    "--tokens-per-step", type=opt.POSITIVE, required=True, help="Tokens of one optimizer step, all ranks."
+)
+@click.option("--layers", type=opt.POSITIVE, default=1, show_default=True, help="MoE layers.")
+@click.option("--sources", type=opt.POSITIVE, default=1, show_default=True, help="Data sources.")
+@click.option(
+    "--shard-cycle",
+    type=opt.POSITIVE,
+    metavar="STEPS",
+    help="Steps in which the data goes once through its shards.",
+)
+@click.option("--steps", type=opt.POSITIVE, help="Steps of the whole run.")
+@click.option(
+    "--micro-batches", type=opt.POSITIVE, default=1, show_default=True, help="Micro-batches of a step."
+)
+@click.option(
+    "--design-effect",
+    type=opt.Number(1),
+    default=1.0,
+    show_default=True,
+    metavar="PHI",
+    help="How much more counts vary than with independent tokens.",
+)
+@opt.policy_option
+@opt.output_options("text", "json")
+def plan(no_color: bool, _formats: Any, _outputs: Any, policy: str | None, **sizes: Any) -> int:
+    """Choose window, stride and flush interval before a run; say what it can detect and what it stores."""
+    from moe_audit import plan as planning
+
+    places = io.destinations()
+    made = planning.plan(policy=policy, **sizes)
+    for format, path in places:
+        io.write(planning.render(made, format), path)
+    return 0
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The console command."""
+    io.run_command(cli, argv)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
