@@ -1,0 +1,223 @@
+"""The gates that need many windows or records of all layers: drift, periodicity, static_router.
+
+`SeriesJudge` gathers what they need while the layers stream by, and judges at the end.
+Shapes: W windows, D disjoint judged windows, L layers, S sources, E experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moe_audit import detectors
+from moe_audit import formulas as m
+from moe_audit.attribution import attribute
+from moe_audit.frame import Analysis, LayerFrame
+from moe_audit.gates import Column, Looks
+from moe_audit.judge import Judged, judge_column, limits
+from moe_audit.thresholds.policy import Limit, Policy
+from moe_audit.windows import positive_int, typical_record_steps
+
+Array = npt.NDArray[Any]
+Floats = npt.NDArray[np.float64]
+
+SERIES_GATES = ("drift", "periodicity", "static_router")
+# What drift follows: which layer is the worst one, and the smallest deviation that is worth a thought.
+DRIFT_SERIES: dict[str, tuple[bool, float]] = {
+    "max_load": (True, 0.02),
+    "min_load": (False, 0.02),
+    "cramers_v": (True, 0.01),
+}
+
+
+class SeriesJudge:
+    """Takes in the frames of all layers, and gives judged columns for the gates over many windows.
+
+    Attributes:
+        lag: The shard cycle in records; None where it is not known or too short for the records to show.
+    """
+
+    def __init__(self, analysis: Analysis, looks: Looks) -> None:
+        self.analysis, self.looks = analysis, looks
+        windows = analysis.windows
+        self.disjoint = np.flatnonzero(windows.disjoint_W)
+        judged = np.flatnonzero(windows.judged_W)
+        self.judged = judged
+        self.cycle = positive_int(analysis.run.meta.get("shard_cycle_steps"))
+        steps = typical_record_steps(analysis.records)
+        self.lag = None if self.cycle is None or self.cycle < 2 * steps else round(self.cycle / steps)
+        self.frames: list[LayerFrame] = []
+        self.series: dict[str, list[Floats]] = {name: [] for name in DRIFT_SERIES}
+        self.periods: list[tuple[float, float, Floats] | None] = []
+        self.static: list[Floats] = []
+        self.counts: list[Array] = []
+
+    def add(self, frame: LayerFrame) -> None:
+        """Keeps the few numbers of a layer that the gates need; the frame itself is not kept."""
+        rows = self.disjoint
+        counts_DSE = frame.counts_WSE[rows]
+        n_DE = counts_DSE.sum(1)
+        self.series["max_load"].append(m.max_load(n_DE))
+        self.series["min_load"].append(m.min_load(n_DE))
+        self.series["cramers_v"].append(m.cramers_v(counts_DSE, frame.k, frame.phi1_W[rows]))
+        self.counts.append(counts_DSE)
+        self.static.append(detectors.static_windows(frame.counts_WSE, frame.windows.judged_W))
+        if frame.series is not None and self.lag is not None and len(self.judged):
+            windows = frame.windows
+            span = slice(int(windows.lo_W[self.judged[0]]), int(windows.hi_W[self.judged[-1]]))
+            picks_RE, source_picks_RS = (x[span] for x in frame.series)
+            self.periods.append(
+                detectors.periodicity(picks_RE, source_picks_RS, m.shares(counts_DSE.sum(0)), self.lag)
+            )
+
+    def judge(self, policy: Policy, skip: Callable[[str, str], None]) -> Iterator[Judged]:
+        """Judged columns of the gates over many windows; `skip` hears of those without input."""
+        judges = {
+            "drift": self._drift,
+            "periodicity": self._periodicity,
+            "static_router": self._static,
+        }
+        for gate, judge in judges.items():
+            if gate in policy.gates:
+                yield from judge(policy, skip)
+
+    def _limit(self, policy: Policy, gate: str, layer: int) -> Limit | None:
+        return next(
+            (x for s, _, x in limits(policy, gate, self.analysis.layers[layer], ()) if s is None), None
+        )
+
+    def _judged(self, policy: Policy, gate: str, layer: int, column: Column) -> Iterator[Judged]:
+        limit = self._limit(policy, gate, layer)
+        if limit is not None:
+            yield judge_column(
+                gate,
+                self.analysis.layers[layer],
+                "all",
+                limit,
+                column,
+                self.analysis.windows.judged_W,
+                noise_aware=policy.noise_aware,
+            )
+
+    def _no_tokens(self) -> Floats:
+        return np.full(len(self.analysis.windows), np.nan)
+
+    def _drift(self, policy: Policy, skip: Callable[[str, str], None]) -> Iterator[Judged]:
+        if len(self.disjoint) <= detectors.BASELINE_WINDOWS:
+            skip(
+                "drift",
+                f"{len(self.disjoint)} disjoint windows, where {detectors.BASELINE_WINDOWS + 1} are needed",
+            )
+            return
+        results, worst_layers, names = [], [], []
+        for name, (largest, least_sigma) in DRIFT_SERIES.items():
+            x_LD = np.stack(self.series[name])
+            if np.isnan(x_LD).all(0).any():
+                continue
+            x_D, layer_D = detectors.worst_layer(x_LD, largest=largest)
+            results.append(detectors.cusum(x_D, least_sigma))
+            worst_layers.append(layer_D)
+            names.append(name)
+        if not results:
+            skip("drift", "a window without a value breaks the series")
+            return
+        values = np.stack([r.value_D for r in results])
+        top_D = np.where(np.isnan(values), -1, values).argmax(0)
+        D = len(self.disjoint)
+        layer_D = np.array([worst_layers[top_D[d]][d] for d in range(D)])
+        for layer in np.unique(layer_D):
+            value_W = np.full(len(self.analysis.windows), np.nan)
+            mine = np.flatnonzero(layer_D == layer)
+            value_W[self.disjoint[mine]] = values.max(0)[mine]
+            describe = {
+                int(self.disjoint[d]): (
+                    names[top_D[d]],
+                    int(results[top_D[d]].start_D[d]),
+                    d,
+                    bool(results[top_D[d]].upward_D[d]),
+                )
+                for d in mine
+            }
+            column = self._drift_column(int(layer), value_W, describe)
+            yield from self._judged(policy, "drift", int(layer), column)
+
+    def _drift_column(
+        self, layer: int, value_W: Floats, describe: dict[int, tuple[str, int, int, bool]]
+    ) -> Column:
+        counts_DSE = self.counts[layer]
+
+        def moved(w: int) -> tuple[Array, Array]:
+            _, start, d, _ = describe[w]
+            return counts_DSE[:start].sum(0), counts_DSE[start : d + 1].sum(0)
+
+        def experts(w: int, limit: float) -> Array:
+            before_SE, after_SE = moved(w)
+            change_E = m.shares(after_SE.sum(0)) - m.shares(before_SE.sum(0))
+            return np.argsort(-np.abs(change_E))[:3]
+
+        def note(w: int) -> str:
+            name, start, _, upward = describe[w]
+            step = self.analysis.windows.first_step_W[self.disjoint[start]]
+            text = f"{name} of the worst layer {'rose' if upward else 'fell'} from step {step} on"
+            before_SE, after_SE = moved(w)
+            shift = attribute(before_SE, after_SE)
+            sources = self.analysis.sources
+            if len(sources) > 1 and shift.by_source_S.any():
+                text += f"; source {sources[shift.sources[0]]} moved most"
+            return text
+
+        return Column(value_W, None, self._no_tokens(), experts=experts, note=note)
+
+    def _periodicity(self, policy: Policy, skip: Callable[[str, str], None]) -> Iterator[Judged]:
+        if self.cycle is None:
+            skip("periodicity", "meta has no shard_cycle_steps")
+            return
+        if self.lag is None:
+            skip("periodicity", f"records are too long to show a cycle of {self.cycle} steps")
+            return
+        if all(p is None or math.isnan(p[0]) for p in self.periods):
+            skip("periodicity", f"fewer than three cycles of {self.cycle} steps were judged")
+            return
+        lag, w = self.lag, int(self.judged[-1])
+        for layer, period in enumerate(self.periods):
+            if period is None or math.isnan(period[0]):
+                continue
+            correlation, swing, swing_E = period
+            value_W, floor_W = self._no_tokens(), self._no_tokens()
+            harmless = swing < detectors.SMALLEST_SWING
+            value_W[w] = min(correlation, 0.0) if harmless else correlation
+            windows, N = self.analysis.windows, len(swing_E)
+            records = int(windows.hi_W[w] - windows.lo_W[self.judged[0]])
+            floor_W[w] = min(1.0, self.looks.z(1) / math.sqrt(max((records - 2 * lag) * (N - 1), 1)))
+            first = windows.first_step_W[self.judged[0]]
+            note = (
+                f"the router's shares come back every {self.cycle} steps, over steps"
+                f" {first}-{windows.last_step_W[w]}, by {swing:.2f} fair shares"
+            )
+            column = Column(
+                value_W,
+                floor_W,
+                self._no_tokens(),
+                experts=lambda w, limit, swing_E=swing_E: np.argsort(-swing_E)[:3],  # type: ignore[misc]
+                note=lambda w, note=note: note,  # type: ignore[misc]
+            )
+            yield from self._judged(policy, "periodicity", layer, column)
+
+    def _static(self, policy: Policy, skip: Callable[[str, str], None]) -> Iterator[Judged]:
+        if len(self.judged) < detectors.STATIC_WINDOWS:
+            skip("static_router", f"{len(self.judged)} windows, where {detectors.STATIC_WINDOWS} are needed")
+            return
+        for layer, value_W in enumerate(self.static):
+            column = Column(
+                value_W,
+                None,
+                self._no_tokens(),
+                note=lambda w: (
+                    f"the same counts in {detectors.STATIC_WINDOWS} windows: the router is not learning"
+                ),
+            )
+            yield from self._judged(policy, "static_router", layer, column)
