@@ -114,8 +114,9 @@ class Accumulator:
         # Of the record: micro-batches and those with a mask (known to the host), tokens and excluded tokens
         # once per micro-batch, source ids out of range.
         self.microbatches = self.masked = self.most_picks = 0
-        self.seen = torch.zeros(3, dtype=torch.int64, device=devices[0])
-        self._pending_bad = torch.zeros((), dtype=torch.int64, device=devices[0])
+        home = self.place[0][0].device
+        self.seen = torch.zeros(3, dtype=torch.int64, device=home)
+        self._pending_bad = torch.zeros((), dtype=torch.int64, device=home)
         self._calls = [0] * len(layers)
         self._picks = [0] * len(layers)
         self.dirty = False
@@ -144,10 +145,24 @@ class Accumulator:
                 sum_logits(bank.logits_L2E[j], seen.full_TE, labels.counted_T)
                 tokens_R[self.num_rows + 2] += 1
         if i == 0:
-            self._pending_bad += labels.bad.to(self._pending_bad.device)
+            self._pending_bad += labels.bad
+
+    def follow(self, i: int, device: torch.device) -> None:
+        """Moves the accumulators of layer i to where its router runs now."""
+        bank, _ = self.place[i]
+        if bank.device != device:
+            bank.move(device)
+            if bank is self.place[0][0]:
+                self.seen, self._pending_bad = self.seen.to(device), self._pending_bad.to(device)
+
+    def fired(self) -> int:
+        """How many layers have counts. Waits for the device."""
+        return sum(
+            bool(bank.total_ints[j].any() or bank.pending_ints[j].any()) for bank, j in self.place.values()
+        )
 
     def end_chunk(self, i: int) -> None:
-        """Layer i begins the next chunk of a pipeline schedule: the chunk before is a micro-batch of its own."""
+        """Layer i begins the next chunk of a pipeline schedule: the one before was a micro-batch."""
         bank, j = self.place[i]
         bank.fold(j)
 
@@ -160,7 +175,7 @@ class Accumulator:
             # A layer called several times per micro-batch saw its tokens several times.
             repeats = max(1, self._calls[0] // microbatches)
             once = torch.stack((tokens_R[:-1].sum(), tokens_R[-1])) // repeats
-            self.seen[:2] += once.to(self.seen.device)
+            self.seen[:2] += once
             self.seen[2] += self._pending_bad
             self._pending_bad.zero_()
             self.microbatches += microbatches

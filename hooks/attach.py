@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -72,17 +76,50 @@ class RootHook(_Hook):
 
 
 def check_model(model: nn.Module) -> None:
-    """Raises UsageError for models whose hooks would not run, or run in several threads."""
-    for module in model.modules():
-        if isinstance(module, nn.DataParallel):
+    """Raises UsageError for models whose hooks would run in several threads."""
+    if any(isinstance(module, nn.DataParallel) for module in model.modules()):
+        raise UsageError(
+            "nn.DataParallel is not supported: its replicas share hooks between threads",
+            "use DistributedDataParallel",
+        )
+
+
+def check_compiled(model: nn.Module, routers: Sequence[nn.Module]) -> None:
+    """Compiled code does not see hooks that come later: refuses a model that has run compiled, and makes
+    torch.compile look at hooks from now on, also where a model of the same classes was compiled before.
+
+    Raises:
+        UsageError: the model, or a part of it that holds a router, was compiled and run.
+    """
+    found = {id(router) for router in routers}
+    holders = [module for module in model.modules() if any(id(part) in found for part in module.modules())]
+    stale = {code for module in holders if (code := _compiled_code(module)) is not None}
+    if stale:
+        if any(_is_compiled(module) for module in holders):
             raise UsageError(
-                "nn.DataParallel is not supported: its replicas share hooks between threads",
-                "use DistributedDataParallel",
+                f"{type(model).__name__} was compiled and run before: compiled code does not see new hooks",
+                "attach before the first call, or call torch._dynamo.reset() before attaching",
             )
-
-
-def allow_hooks_in_compiled_code() -> None:
-    """By default compiled code is reused for modules whose hooks differ: a hook would silently not run."""
-    import torch._dynamo.config
-
+        for code in stale:
+            torch._dynamo.reset_code(code)
+    importlib.import_module("torch._dynamo.config")
     torch._dynamo.config.skip_nnmodule_hook_guards = False
+
+
+def _compiled_code(module: nn.Module) -> Any:
+    """The code of the module's forward if torch.compile has compiled it, for this or another instance."""
+    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
+    code = getattr(type(module).forward, "__code__", None)
+    if eval_frame is None or code is None or not eval_frame._debug_get_cache_entry_list(code):
+        return None
+    return code
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile was applied to this very module."""
+    if module._compiled_call_impl is not None:
+        return True
+    optimized = sys.modules["torch._dynamo.eval_frame"].OptimizedModule
+    return isinstance(module, optimized) or any(
+        type(x) is optimized and x._orig_mod is module for x in gc.get_objects()
+    )

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from moe_audit.store import UNLABELLED
 from moe_audit.thresholds.errors import UsageError
 
 UNLABELLED_ID = -1
@@ -75,10 +77,12 @@ def _source_ids(sources: Any, names: Sequence[str]) -> Tensor | None:
     if isinstance(sources, str):
         raise UsageError(f"sources={sources!r} is one name", "pass one name per sequence, or ids")
     if not isinstance(sources, Tensor):
-        values = list(sources.tolist() if hasattr(sources, "tolist") else sources)
-        if any(isinstance(value, str) for value in values):
-            return torch.tensor([_id_of(value, names) for value in values], dtype=torch.int64)
-        sources = torch.tensor(values)
+        table = np.asarray(sources)
+        if table.dtype.kind in "UO":
+            ids = [_id_of(name, names) for name in table.tolist()]
+            sources = torch.tensor(ids, dtype=torch.int64, device="cpu")
+        else:
+            sources = torch.from_numpy(table)
     if sources.is_floating_point() or sources.is_complex() or sources.dtype == torch.bool:
         raise UsageError(f"source ids are {sources.dtype}", "pass integers, or names")
     if sources.dim() not in (1, 2) or sources.numel() == 0:
@@ -98,6 +102,8 @@ def _source_ids(sources: Any, names: Sequence[str]) -> Tensor | None:
 def _id_of(name: Any, names: Sequence[str]) -> int:
     if name in names:
         return list(names).index(name)
+    if name == UNLABELLED:
+        return UNLABELLED_ID
     raise UsageError(
         f"{name!r} is not a source of this recorder", f"its sources are {', '.join(names) or 'none'}"
     )
@@ -106,7 +112,7 @@ def _id_of(name: Any, names: Sequence[str]) -> int:
 def _keep(mask: Any) -> Tensor | None:
     if mask is None:
         return None
-    mask = mask.detach() if isinstance(mask, Tensor) else torch.as_tensor(mask)
+    mask = mask.detach() if isinstance(mask, Tensor) else torch.from_numpy(np.asarray(mask))
     if mask.dim() not in (1, 2) or mask.numel() == 0:
         raise UsageError(
             f"the mask has shape {tuple(mask.shape)}", "pass (B, S) or (T,), True or 1 where a token counts"
@@ -115,18 +121,18 @@ def _keep(mask: Any) -> Tensor | None:
         raise UsageError(
             "the mask is additive (it has negative values)", "pass True or 1 where a token counts"
         )
-    return mask != 0
+    return mask > 0 if mask.dtype != torch.bool else mask
 
 
 def _unlabelled_row(ids: Tensor | None, num_names: int) -> Tensor:
-    """Ids as rows: -1 becomes the row behind the named sources; anything else out of range becomes -2, R and up."""
+    """Ids as rows: -1 becomes the row behind the named sources, other wrong ids stay out of range."""
     assert ids is not None
     shifted = torch.where(ids >= num_names, num_names + 2, ids)  # not into the row of excluded tokens
     return torch.where(ids == UNLABELLED_ID, num_names, shifted)
 
 
 def _same_shape(ids: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
-    """Ids and mask on one shape: (B,) ids spread over a (B, S) or (B * S,) mask, flat ones take the table's shape."""
+    """Ids and mask on one shape: (B,) ids spread over the mask's positions, flat ones take the table's."""
     table = next((x.shape for x in (ids, keep) if x.dim() == 2), None)
     if table is None:
         n = ids.numel()
@@ -148,6 +154,6 @@ def _same_shape(ids: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
         if len(spread) == 2:
             return spread[0], spread[1]
     raise UsageError(
-        f"source ids of shape {tuple(ids.shape)} and a mask of shape {tuple(keep.shape)} do not belong together",
+        f"source ids of shape {tuple(ids.shape)} do not belong to a mask of shape {tuple(keep.shape)}",
         "pass ids (B,) or (B, S) with a mask (B, S), or both of T tokens",
     )

@@ -3,9 +3,9 @@
 Nothing here synchronises, allocates by data, or looks at values on the host; every shape is static.
 
 Shape suffixes: T tokens that reached the router, K picks per token, E experts, L layers of one bank,
-R rows: the named sources, then unlabelled tokens, then excluded (masked) tokens. C = E + 2 columns: ids below 0,
-the experts, ids above. Layer fields lie one behind the other in one flat row per layer, so that a whole bank is
-committed, reduced and copied by a handful of operations.
+R rows: the named sources, then unlabelled tokens, then excluded (masked) tokens. C = E + 2 columns: ids
+below 0, the experts, ids above. The fields of a layer lie one behind the other in one flat row, so that a whole
+bank is committed, reduced and copied by a handful of operations.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Labels:
         """From row ids; those outside [0, R) become unlabelled and are reported in `bad`."""
         bad_T = (row_T < 0) | (row_T >= num_rows)
         row_T = torch.where(bad_T, num_rows - 2, row_T)
-        onehot_RT = torch.zeros(num_rows, len(row_T), device=row_T.device)
+        onehot_RT = torch.zeros(num_rows, len(row_T), dtype=torch.float32, device=row_T.device)
         onehot_RT.scatter_(0, row_T.unsqueeze(0), 1.0)
         tokens_R = torch.zeros(num_rows, dtype=torch.int64, device=row_T.device)
         tokens_R.scatter_add_(0, row_T, torch.ones_like(row_T))
@@ -106,67 +106,86 @@ def sum_logits(logits_2E: Tensor, full_TE: Tensor, counted_T: Tensor) -> None:
 class Bank:
     """Accumulators of the layers with E experts on one device.
 
-    The open micro-batch lives apart (`pending`) and joins the record (`total`) only when it has ended well, so a
-    forward that crashes half way leaves no layer counted and none missing; the largest load of a micro-batch
-    needs its own counts anyway. Nothing is a buffer of the model: casts and checkpoints never touch it.
+    The open micro-batch lives apart (`pending`) and joins the record (`total`) only when it has ended well: a
+    forward that crashes half way leaves no layer counted and none missing, and the largest load of a
+    micro-batch needs its own counts anyway. Nothing is a buffer of the model: no cast, no checkpoint touches it.
     """
 
     def __init__(
         self, top_k: Sequence[int | None], num_experts: int, num_rows: int, device: torch.device
     ) -> None:
         L, E, R = len(top_k), num_experts, num_rows
-        self.num_experts, self.num_rows, self.device = E, R, device
+        self.num_experts, self.num_rows = E, R
         self.int_sizes = (R * (E + 2), R + TALLY, E + 2)
         self.float_sizes = (R * E, R * 2, 2 * E)
-        self.ints, self.total_ints = (
-            torch.zeros(L, sum(self.int_sizes), dtype=torch.int64, device=device) for _ in range(2)
+        ints, floats = sum(self.int_sizes), sum(self.float_sizes)
+        self.pending_ints, self.total_ints = (
+            torch.zeros(L, ints, dtype=torch.int64, device=device) for _ in range(2)
         )
-        self.floats = torch.zeros(L, sum(self.float_sizes), device=device)
+        # Every type is named: the default may be bfloat16, which stops counting at 256.
+        self.pending_floats = torch.zeros(L, floats, dtype=torch.float32, device=device)
         # Totals of floats in double: a record adds up millions of small terms.
-        self.total_floats = torch.zeros(L, sum(self.float_sizes) + E, dtype=torch.float64, device=device)
-        counts, tokens, dropped = self.ints.split(self.int_sizes, dim=1)
-        self.counts_LRC = counts.view(L, R, E + 2)
-        self.tokens_LR, self.dropped_LC = tokens, dropped
-        prob, top1, logits = self.floats.split(self.float_sizes, dim=1)
-        self.prob_LRE, self.top1_LR2, self.logits_L2E = (
-            prob.view(L, R, E),
-            top1.view(L, R, 2),
-            logits.view(L, 2, E),
+        self.total_floats = torch.zeros(L, floats + E, dtype=torch.float64, device=device)
+        # Measures of one micro-batch: in the open one, in the record.
+        self.pending_peak_LE, self.total_peak_LE = (
+            torch.zeros(L, E, dtype=torch.float32, device=device) for _ in range(2)
         )
-        # Per micro-batch measures: of the open one, and of the record.
-        self.peak_LE, self.total_peak_LE = (torch.zeros(L, E, device=device) for _ in range(2))
-        self.square_LE = torch.zeros(L, E, dtype=torch.float64, device=device)
-        self.seen_LE = torch.zeros(L, E, dtype=torch.int64, device=device)
-        self.seen_tokens_L = torch.zeros(L, dtype=torch.int64, device=device)
+        self.pending_square_LE = torch.zeros(L, E, dtype=torch.float64, device=device)
+        # What of the open micro-batch was folded into these measures already.
+        self.folded_LE = torch.zeros(L, E, dtype=torch.int64, device=device)
+        self.folded_tokens_L = torch.zeros(L, dtype=torch.int64, device=device)
         self.fixed_k_L = torch.tensor([k or 0 for k in top_k], dtype=torch.float32, device=device)
         self.one = torch.ones(1, dtype=torch.int64, device=device)
+        self._view()
+
+    @property
+    def device(self) -> torch.device:
+        return self.one.device
+
+    def move(self, device: torch.device) -> None:
+        """Follows a model that was moved."""
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(self, name, value.to(device))
+        self._view()
+
+    def _view(self) -> None:
+        """The fields of the open micro-batch, as views."""
+        L, R, E = len(self.fixed_k_L), self.num_rows, self.num_experts
+        counts, self.tokens_LR, self.dropped_LC = self.pending_ints.split(self.int_sizes, dim=1)
+        self.counts_LRC = counts.view(L, R, E + 2)
+        prob, top1, logits = self.pending_floats.split(self.float_sizes, dim=1)
+        self.prob_LRE, self.top1_LR2 = prob.view(L, R, E), top1.view(L, R, 2)
+        self.logits_L2E = logits.view(L, 2, E)
 
     def fold(self, i: int | slice) -> None:
         """Ends a micro-batch of layer(s) i: its loads enter the peak and the sum of squares over tokens."""
         n_LE = self.counts_LRC[i, ..., :-1, 1:-1].sum(-2)
         t_L = self.tokens_LR[i, ..., : self.num_rows - 1].sum(-1)
-        load_LE = (n_LE - self.seen_LE[i]).float()
-        new_t_L = (t_L - self.seen_tokens_L[i]).float()
+        load_LE = (n_LE - self.folded_LE[i]).float()
+        new_t_L = (t_L - self.folded_tokens_L[i]).float()
         picks_L = torch.where(self.fixed_k_L[i] > 0, new_t_L * self.fixed_k_L[i], load_LE.sum(-1))
         fair_L1 = (picks_L / self.num_experts).clamp_min(1e-20).unsqueeze(-1)
-        torch.maximum(self.peak_LE[i], load_LE / fair_L1, out=self.peak_LE[i])
-        self.square_LE[i] += load_LE.double().square() / new_t_L.clamp_min(1.0).unsqueeze(-1)
-        self.seen_LE[i] = n_LE
-        self.seen_tokens_L[i] = t_L
+        torch.maximum(self.pending_peak_LE[i], load_LE / fair_L1, out=self.pending_peak_LE[i])
+        self.pending_square_LE[i] += load_LE.double().square() / new_t_L.clamp_min(1.0).unsqueeze(-1)
+        self.folded_LE[i] = n_LE
+        self.folded_tokens_L[i] = t_L
 
     def commit(self, i: slice) -> None:
         """The open micro-batch of layers i becomes part of the record."""
         self.fold(i)
-        self.total_ints[i] += self.ints[i]
-        self.total_floats[i, : -self.num_experts] += self.floats[i]
-        self.total_floats[i, -self.num_experts :] += self.square_LE[i]
-        torch.maximum(self.total_peak_LE[i], self.peak_LE[i], out=self.total_peak_LE[i])
+        self.total_ints[i] += self.pending_ints[i]
+        self.total_floats[i, : -self.num_experts] += self.pending_floats[i]
+        self.total_floats[i, -self.num_experts :] += self.pending_square_LE[i]
+        torch.maximum(self.total_peak_LE[i], self.pending_peak_LE[i], out=self.total_peak_LE[i])
         self.discard(i)
 
     def discard(self, i: slice) -> None:
         """Forgets the open micro-batch of layers i."""
-        for x in (self.ints, self.floats, self.peak_LE, self.square_LE, self.seen_LE, self.seen_tokens_L):
+        for x in (self.pending_ints, self.pending_floats, self.pending_peak_LE, self.pending_square_LE):
             x[i].zero_()
+        self.folded_LE[i].zero_()
+        self.folded_tokens_L[i].zero_()
 
     def reset(self) -> None:
         """Begins a new record."""

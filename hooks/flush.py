@@ -20,6 +20,7 @@ from torch import Tensor
 
 from moe_audit.hooks.accumulator import Accumulator
 from moe_audit.hooks.counters import TALLY
+from moe_audit.hooks.steps import Steps
 from moe_audit.store import UNLABELLED, LayerInfo, LayerRecord, Record
 
 HEADER = 6  # ranks, micro-batches, those with a mask, tokens, excluded tokens, source ids out of range
@@ -59,21 +60,11 @@ class Layout:
 
 @dataclass
 class Packed:
-    """The packed arrays of several phases, one behind the other; the two cells before all floats are the loss."""
+    """The packed arrays of several phases, one behind the other; two cells before the floats are the loss."""
 
     ints: Tensor
     floats: Tensor
     peaks: Tensor
-
-
-@dataclass(frozen=True)
-class Steps:
-    """What is known on the host about the steps that a record covers."""
-
-    first: int
-    last: int
-    lr: float | None = None
-    router_lr: float | None = None
 
 
 @torch.no_grad()
@@ -93,7 +84,7 @@ def pack(
     packed = Packed(
         torch.zeros(layout.num_ints * len(phases), dtype=torch.int64, device=device),
         torch.zeros(2 + layout.num_floats * len(phases), dtype=torch.float64, device=device),
-        torch.zeros(layout.num_peaks * len(phases), device=device),
+        torch.zeros(layout.num_peaks * len(phases), dtype=torch.float32, device=device),
     )
     packed.floats[0] = loss[0]
     packed.floats[1] = loss[1]
@@ -176,7 +167,7 @@ class Cut:
         floats = floats[2 + p * layout.num_floats :][: layout.num_floats]
         peaks = peaks[p * layout.num_peaks :][: layout.num_peaks]
         ranks, microbatches, masked, tokens, excluded, bad = (int(x) for x in ints[:HEADER])
-        if not (microbatches or ints[HEADER:].any()):
+        if not (steps.due or microbatches or ints[HEADER:].any()):
             return None
         layers = {
             f.info.layer: unpack_layer(
@@ -260,8 +251,8 @@ def has_unlabelled(layout: Layout, ints: npt.NDArray[np.int64]) -> bool:
 def broken_invariants(record: Record, layers: Sequence[LayerInfo], ranks: int) -> list[dict[str, Any]]:
     """What must hold in every record and does not, as details of `invariant` events.
 
-    Every layer fired; picks + invalid ids = k x tokens where k is fixed and the picks are those before the drop;
-    all ranks took part.
+    Every layer fired; picks + invalid ids = k x tokens where k is fixed and the picks are those before the
+    drop; all ranks took part.
     """
     broken: list[dict[str, Any]] = []
     for info in layers:

@@ -1,5 +1,5 @@
-"""The recorder's two operators. As operators they are opaque: torch.compile calls them at run time (fullgraph too),
-and selective checkpointing sees one call, the same in forward and recompute, instead of our arithmetic.
+"""The recorder's two operators. They are opaque: torch.compile calls them at run time (fullgraph too), and
+selective checkpointing sees one call, the same in forward and recompute, instead of our arithmetic.
 
 The counts live in the recorder behind `handle`; `anchor` is only there to keep a compiler from removing or
 reordering the calls.

@@ -12,7 +12,6 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -24,17 +23,17 @@ from torch.utils.hooks import RemovableHandle
 
 from moe_audit.hooks.accumulator import Accumulator, LabelCache, check_observation
 from moe_audit.hooks.adapters import Adapter, FoundRouter, Observation, find_routers
-from moe_audit.hooks.attach import RootHook, RouterHook, allow_hooks_in_compiled_code, check_model
+from moe_audit.hooks.attach import RootHook, RouterHook, check_compiled, check_model
 from moe_audit.hooks.context import row_ids
-from moe_audit.hooks.flush import Cut, Layout, Steps, pack, reduce
+from moe_audit.hooks.flush import Cut, Layout, pack, reduce
 from moe_audit.hooks.ranks import Ranks
+from moe_audit.hooks.steps import LearningRate, StepClock
 from moe_audit.hooks.writer import Writer
 from moe_audit.store import UNLABELLED, LayerInfo, check_sources
 from moe_audit.thresholds.errors import AuditError, UsageError
 
 PHASES = ("train", "eval")
 MAX_COUNT = 2**32 - 1  # counts are stored as u4
-LearningRate = float | Mapping[str, float]
 
 
 class Microbatch:
@@ -107,17 +106,14 @@ class Recorder:
         self._implicit = False
         self._phase: str | None = None
         self._paused = 0
-        self._last_step: int | None = None  # optimizer steps done, as told by step()
-        self._first_step: int | None = None  # first step of the record that is being filled
-        self._rates: tuple[float | None, float | None] = (None, None)
-        self._loss: Tensor | float = 0.0
-        self._losses = 0
+        self._clock = StepClock()
         self._cut_waiting: Cut | None = None
         self._callbacks: list[Callable[[int], None]] = []
         self._warned: set[str] = set()
         self._receivers: list[_LayerReceiver] = []
         self._handles: list[RemovableHandle] = []
         self._modules = [router.module for router in found]
+        self._routers = [router.router for router in found]
         self._closed = False
         if ranks.is_member:
             self._hook(model, found)
@@ -167,6 +163,7 @@ class Recorder:
         found, problem = [], None
         try:
             found = find_routers(model, adapter)
+            check_compiled(model, [router.module for router in found])
         except AuditError as error:
             problem = error
         layers = ranks.gather_layers(
@@ -182,18 +179,23 @@ class Recorder:
             except Exception as caught:
                 error = caught
         ranks.share_error(error)
-        allow_hooks_in_compiled_code()
         return cls(model, found, layers, file, names, flush_every, ranks, writer, silent_layers)
 
     def __enter__(self) -> Recorder:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # After an error other ranks may never come to the collectives of a last record.
+        self.close(last_record=kind is None or not self._ranks.reduces)
 
-    def close(self) -> None:
-        """Writes what is left, and leaves the model as it was. Micro-batches after the last `step` are written
-        as the step that follows it."""
+    def close(self, *, last_record: bool = True) -> None:
+        """Writes what is left, and leaves the model as it was.
+
+        Micro-batches after the last `step` are written as the step that follows it.
+
+        Args:
+            last_record: Without, what came after the last record is given up.
+        """
         if self._closed:
             return
         self._closed = True
@@ -201,11 +203,11 @@ class Recorder:
             handle.remove()
         try:
             self._settle(raising=False)
-            if self._has_counts():
+            if last_record and self._has_counts():
                 self._cut(raising=False)
                 self._settle(raising=False)
         finally:
-            self._handles, self._receivers, self._modules = [], [], []
+            self._handles, self._receivers, self._modules, self._routers = [], [], [], []
             self._accumulators = {}
             if self._writer is not None:
                 self._writer.close()
@@ -240,39 +242,31 @@ class Recorder:
             UsageError: `step` does not increase; in the first step a layer did not fire.
         """
         if self._closed:
-            return
+            raise UsageError(f"{self.path} is closed", "attach again with resume=True")
+        first = self._clock.last is None
+        self._clock.step(step, lr, loss)
         if self._ranks.is_member:
-            self._step(step, lr, loss)
+            self._record_step(step, first)
         for callback in self._callbacks:
             callback(step)
 
-    def _step(self, step: int, lr: LearningRate | None, loss: Tensor | float | None) -> None:
-        step = _checked_step(step, self._last_step)
+    def _record_step(self, step: int, first: bool) -> None:
         self._settle()
-        first = self._last_step is None
         if first and self._writer is not None:
             self._writer.begin(step)
-        if self._first_step is None:
-            self._first_step = step if self._last_step is None else self._last_step + 1
-            self._rates = _rates(lr)
-        self._last_step = step
-        if loss is not None:
-            self._loss = self._loss + (loss.detach().float() if isinstance(loss, Tensor) else float(loss))
-            self._losses += 1
         self._check_fired(first)
         train = self._accumulators.get("train")
-        if train is not None and (train.microbatches >= self.flush_every or self._nearly_full(train, step)):
+        if train is not None and (train.microbatches >= self.flush_every or self._nearly_full(train)):
             self._cut()
 
     def flush(self, timeout: float | None = 30.0) -> bool:
-        """Cuts a record of what is there, and waits until it is in the store. False: it waits for the disk."""
+        """Cuts a record of what is there and waits until it is in the store. False: it waits for the disk."""
         if self._closed or not self._ranks.is_member:
             return True
         self._settle()
         if self._has_counts():
             self._cut()
-            self._settle()
-        return self._writer.flush(timeout) if self._writer is not None else True
+        return self.written(timeout)
 
     @contextmanager
     def phase(self, name: Literal["train", "eval"]) -> Iterator[None]:
@@ -295,7 +289,7 @@ class Recorder:
             self._paused -= 1
 
     def event(self, step: int | None, kind: str, detail: Mapping[str, Any]) -> None:
-        """Writes an event (an alert, an action on the learning rate) to the store; on the rank that writes."""
+        """Writes an event (an alert, an action on the learning rate), on the rank that has the store."""
         if self._writer is not None:
             self._writer.submit_event(step, kind, detail)
 
@@ -308,13 +302,13 @@ class Recorder:
         """Calls `callback(step)` at the end of each `step`, on all ranks, those that record nothing too."""
         self._callbacks.append(callback)
 
-    def router_parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of the modules that are observed on this rank."""
-        for module in self._modules:
-            yield from module.parameters()
+    def router_parameters(self) -> list[nn.Parameter]:
+        """The parameters of this rank's routers."""
+        return list(dict.fromkeys(p for router in self._routers for p in router.parameters()))
 
-    def written(self, timeout: float) -> bool:
+    def written(self, timeout: float | None = 30.0) -> bool:
         """Waits until all records cut so far are in the store. False: they are not, `timeout` seconds on."""
+        self._settle()
         return self._writer.flush(timeout) if self._writer is not None else True
 
     # -- what hooks call
@@ -331,7 +325,7 @@ class Recorder:
             self._receivers.append(made)
             return made
 
-        for i, (_, module, adapter) in enumerate(found):
+        for i, (_, module, adapter, _) in enumerate(found):
             hook = RouterHook(module, adapter, anchor(module), receiver(i))
             if adapter.hook == "pre":
                 self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
@@ -364,8 +358,12 @@ class Recorder:
             return
         info = self.local_layers[i]
         check_observation(info, seen)
-        accumulator = self._accumulator(self._phase or ("train" if training else "eval"), device)
+        phase = self._phase or ("train" if training else "eval")
+        accumulator = self._accumulator(phase, device)
         self._fired[i] = True
+        accumulator.follow(i, device)
+        if phase == "eval":
+            self._clock.evaluated()
         scope = self._open
         chunk = 0
         if scope is not None and scope.chunks > 1:
@@ -416,22 +414,29 @@ class Recorder:
 
     def _has_counts(self) -> bool:
         """Whether there may be something to write. Ranks that reduce always agree: all of them cut."""
-        return self._ranks.reduces or any(a.microbatches for a in self._accumulators.values())
+        return (
+            self._ranks.reduces
+            or self._clock.first is not None
+            or any(a.microbatches for a in self._accumulators.values())
+        )
 
-    def _nearly_full(self, train: Accumulator, step: int) -> bool:
+    def _nearly_full(self, train: Accumulator) -> bool:
         """Whether another such step could take a count past what the store holds."""
-        steps = max(1, step - (self._first_step or step) + 1)
+        steps = max(1, self._clock.steps_since_cut())
         picks = train.most_picks * self._ranks.expected
         return picks + 2 * picks // steps > MAX_COUNT
 
     def _check_fired(self, first: bool) -> None:
         """Raises where a layer was silent. When none was heard (replayed CUDA graphs) the record tells."""
         heard = sum(self._fired)
+        if first and not heard:  # a whole step replayed from CUDA graphs shows on the device only
+            heard = max((a.fired() for a in self._accumulators.values()), default=0)
+            self._fired = [heard == len(self._fired)] * len(self._fired)
         silent = [info.name for info, fired in zip(self.local_layers, self._fired, strict=True) if not fired]
         self._fired = [False] * len(self._fired)
         if silent and self._silent_layers == "raise" and (first or heard):
             raise UsageError(
-                f"attached {len(self.local_layers)}, fired {heard}: silent in this step: {', '.join(silent[:8])}",
+                f"attached {len(self.local_layers)}, fired {heard}: silent were {', '.join(silent[:8])}",
                 "the model goes round these modules (a fused kernel, or code compiled before attach); pass"
                 ' silent_layers="mark" to go on and mark the run invalid',
             )
@@ -439,34 +444,25 @@ class Recorder:
     def _cut(self, raising: bool = True) -> None:
         """Packs and reduces the accumulators, begins a new record, and starts the copy to the host."""
         self._drop_open()
-        done = self._last_step or 0
-        first = self._first_step if self._first_step is not None else done + 1
-        last = max(first, done)
-        lr, router_lr = self._rates
-        if self._ranks.reduces:
-            names = list(PHASES)
-        else:
-            names = [name for name in PHASES if name in self._accumulators]
-        first_device = next(iter(self._accumulators.values())).seen.device if self._accumulators else None
-        device = self._ranks.device(first_device or torch.device("cpu"))
+        span = self._clock.cut()
+        spans = {"train": span.train, "eval": span.eval}
+        # Ranks must pack alike, whatever phases each of them saw.
+        names = [n for n in PHASES if self._ranks.reduces or n == "train" or n in self._accumulators]
+        device = self._ranks.device(_device_of(self._modules[0]) if self._modules else torch.device("cpu"))
         packed = pack(
             self._layout,
             [self._accumulators.get(name) for name in names],
             owner=bool(self.local_layers) and self.local_layers[0].layer == self.layers[0].layer,
-            loss=(self._loss, self._losses),
+            loss=(span.loss, span.losses),
             device=device,
         )
         if self._ranks.reduces:
             reduce(packed, self._ranks.group)
-        steps = Steps(first, last, lr, router_lr)
-        spans = {"train": steps, "eval": replace(steps, first=done, last=done)}
         self._cut_waiting = Cut(
             self._layout, packed, [(name, spans[name]) for name in names], self.sources, self._ranks.expected
         )
         for accumulator in self._accumulators.values():
             accumulator.reset()
-        self._first_step, self._rates = None, (None, None)
-        self._loss, self._losses = 0.0, 0
         if device.type != "cuda":
             self._settle(raising)
 
@@ -502,27 +498,6 @@ def _device_of(module: nn.Module, default: torch.device | None = None) -> torch.
     if parameter is None or parameter.device.type == "meta":
         return default or torch.device("cpu")
     return parameter.device
-
-
-def _checked_step(step: int, last: int | None) -> int:
-    if isinstance(step, bool) or not isinstance(step, int) or step < 1:
-        raise UsageError(f"step={step!r}", "pass the number of optimizer steps done, from 1")
-    if last is not None and step <= last:
-        raise UsageError(
-            f"step {step} after step {last}: steps increase within an attempt",
-            "after going back to a checkpoint attach again with resume=True",
-        )
-    return step
-
-
-def _rates(lr: LearningRate | None) -> tuple[float | None, float | None]:
-    """Learning rate of all parameters and of the router's."""
-    if isinstance(lr, Mapping):
-        rates = [lr.get("all"), lr.get("router")]
-        return (None if rates[0] is None else float(rates[0])), (
-            None if rates[1] is None else float(rates[1])
-        )
-    return (None if lr is None else float(lr)), None
 
 
 def _meta(ranks: Ranks, flush_every: int) -> dict[str, Any]:

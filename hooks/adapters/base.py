@@ -87,13 +87,26 @@ class Adapter(ABC):
     ) -> Observation | None:
         """One observation; None for a call that routes nothing. No synchronisation, nothing kept."""
 
+    def router(self, module: nn.Module, parent: nn.Module) -> nn.Module:
+        """What holds the router's weights: the observed module, unless that is a part beside the router."""
+        if self.hook == "forward" and any(True for _ in module.parameters()):
+            return module
+        named = (getattr(parent, name, None) for name in ("router", "gate"))
+        return next((part for part in named if isinstance(part, nn.Module)), module)
+
 
 class FoundRouter(NamedTuple):
-    """One router of a model, and how to observe it."""
+    """One router of a model, and how to observe it.
+
+    Attributes:
+        module: What the hook is put on.
+        router: What holds the router's weights; mostly the same.
+    """
 
     info: LayerInfo
     module: nn.Module
     adapter: Adapter
+    router: nn.Module
 
 
 class _Match(NamedTuple):
@@ -140,9 +153,10 @@ def find_routers(model: nn.Module, adapter: Adapter | None = None) -> list[Found
     numbers = layer_numbers([match.name for match in found], model)
     routers = []
     for number, (_, name, module, chosen) in zip(numbers, found, strict=True):
-        info = chosen.describe(canonical_name(name), module, parent_of(name, model))
+        parent = parent_of(name, model)
+        info = chosen.describe(canonical_name(name), module, parent)
         info = info if info.layer >= 0 else replace(info, layer=number)
-        routers.append(FoundRouter(info, module, chosen))
+        routers.append(FoundRouter(info, module, chosen, chosen.router(module, parent)))
     double = [layer for layer, times in Counter(r.info.layer for r in routers).items() if times > 1]
     if double:
         names = ", ".join(r.info.name for r in routers if r.info.layer in double)
