@@ -10,6 +10,7 @@ import click
 
 from moe_audit import cli_io as io
 from moe_audit import cli_options as opt
+from moe_audit.cli_data import COMMANDS
 from moe_audit.cli_policy import policy_group
 
 EXAMPLES = """\b
@@ -31,7 +32,8 @@ def cli() -> None:
     """Acceptance tests for the routers of mixture-of-experts models."""
 
 
-cli.add_command(policy_group)
+for command in (policy_group, *COMMANDS):
+    cli.add_command(command)
 
 
 @cli.command(epilog="\b\nExample: moe-audit check runs/a --policy classic --last 5 --fail-on warn")
@@ -65,19 +67,13 @@ def check(
 ) -> int:
     """Judge every window of RUN (a folder with routing.db, or the file) and set the exit code."""
     places = io.destinations()
-    verdict = opt.judge(run, policy, scope, all_cells=all_cells)
-    code = verdict.exit_code
-    if code == 0 and fail_on == "warn" and verdict.status.name == "WARN":
-        code = 1
-    elif code == 1 and fail_on == "never":
-        code = 0
-    verdict.exit_code = code
+    verdict = opt.judge(run, policy, scope, all_cells=all_cells, fail_on=fail_on)
     io.deliver(verdict, places, all_cells=all_cells, quiet=quiet, color=not no_color)
-    if code >= 2 and all(format != "text" or path != io.STDOUT for format, path in places):
+    if verdict.exit_code >= 2 and all(format != "text" or path != io.STDOUT for format, path in places):
         from moe_audit.reports.wording import sentence
 
         click.echo(f"moe-audit: {verdict.status.name}: {sentence(verdict)}", err=True)
-    return code
+    return verdict.exit_code
 
 
 @cli.command(
@@ -89,11 +85,13 @@ def check(
 @opt.output_options("text", "json", "csv")
 def metrics(run: Path, names: tuple[str, ...], no_color: bool, **scope: Any) -> int:
     """Print every metric of every window, layer and source of RUN, unjudged."""
-    from moe_audit.cli_tables import metrics_text
+    from moe_audit.cli_tables import metrics_texts
 
     places = io.destinations()
-    for format, path in places:
-        io.write(metrics_text(run, scope, names, format), path)
+    with opt.open_named(run, scope["phase"]) as opened:
+        texts = metrics_texts(opened, names, [f for f, _ in places], opt.judge_options(opened, scope))
+    for text, (_, path) in zip(texts, places):
+        io.write(text, path)
     return 0
 
 

@@ -134,7 +134,7 @@ scope_options = options(
         "sources",
         multiple=True,
         metavar="NAME",
-        help='Only cells of this source ("all": the sum over sources); repeatable.',
+        help="Only this source; repeatable. Pooled values are over those named.",
     ),
     click.option("--phase", default="train", show_default=True, help="Which phase of the records to read."),
 )
@@ -171,7 +171,7 @@ def open_named(path: Path, phase: str = "train") -> Run:
 
     run = open_run(path, phase)
     if not run.records and phase != "train":
-        phases = [str(name) for (name,) in run.query("SELECT DISTINCT phase FROM record")]
+        phases = run.phases
         run.close()
         raise UsageError(f"{run.path} has no records of phase {phase!r}", nearest(phase, phases))
     return run
@@ -210,8 +210,8 @@ def source_names(run: Run, wanted: Sequence[str]) -> list[str] | None:
         UsageError: the run has no such source.
     """
     for name in wanted:
-        if name != "all" and name not in run.sources:
-            raise UsageError(f"{run.path} has no source {name!r}", nearest(name, [*run.sources, "all"]))
+        if name not in run.sources:
+            raise UsageError(f"{run.path} has no source {name!r}", nearest(name, run.sources))
     return list(wanted) or None
 
 
@@ -249,11 +249,11 @@ def judge_options(run: Run, scope: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def judge(path: Path, policy: str | None, scope: dict[str, Any], *, all_cells: bool = False) -> Verdict:
+def judge(path: Path, policy: str | None, scope: dict[str, Any], **how: Any) -> Verdict:
     """`moe_audit.check` for a command line."""
-    from moe_audit.judge import check
+    from moe_audit.checking import check
     from moe_audit.thresholds.policy import load_policy
 
     loaded = load_policy(policy)
     with open_named(path, scope["phase"]) as run:
-        return check(run, loaded, all_cells=all_cells, **judge_options(run, scope))
+        return check(run, loaded, **judge_options(run, scope), **how)
