@@ -1,6 +1,6 @@
 """What the HTML report shows, as one compact binary block: a header in JSON, then typed arrays, gzip, base64.
 
-Shapes: W windows, L layers, R records, S sources, E experts, F frames of the source map.
+Shapes: W windows, L layers, S sources, E experts, F windows that the source map is kept of.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from moe_audit.metrics import shares, split_shift
+from moe_audit.formulas import shares
 from moe_audit.reports.json import plain
+from moe_audit.reports.scope import analysis_of, status_of
 from moe_audit.reports.wording import (
     breach,
     clean,
@@ -27,9 +28,12 @@ from moe_audit.reports.wording import (
 )
 
 if TYPE_CHECKING:
-    from moe_audit.run import Run
+    from moe_audit.frame import LayerFrame
+    from moe_audit.record import LayerInfo
+    from moe_audit.run import Event, Run
     from moe_audit.verdict import Cell, Verdict
 
+MOST_EVENTS = 2000
 WORST_CELLS = 500  # listed one by one; the rest are counted
 LOAD_BUDGET = 1_600_000  # values of all load maps together: what keeps the file and its opening small
 SOURCE_BUDGET = 1_200_000  # values of all source maps together; more windows than fit are thinned evenly
@@ -39,9 +43,6 @@ SHARE_TOP = 254  # source maps travel as u1 on a square-root scale, so that smal
 
 Arrays = dict[str, npt.NDArray[Any]]
 Ints = npt.NDArray[np.int64]
-Span = tuple[
-    Ints, Ints, Ints, Ints
-]  # first and last step, first record and the one behind the last, each [W]
 
 
 def pack(header: dict[str, Any], arrays: Arrays) -> str:
@@ -60,31 +61,30 @@ def pack(header: dict[str, Any], arrays: Arrays) -> str:
 
 
 def collect(run: Run, verdict: Verdict) -> tuple[dict[str, Any], Arrays]:
-    """Header and arrays of the page. Where no window was cut, single records stand in, unjudged."""
-    first_W, last_W, status_WL = _windows(run, verdict)
-    layers = [_layer_info(run, layer) for layer in range(len(run.layers))]
-    arrays: Arrays = {"first": first_W, "last": last_W, "status": status_WL}
-    W, S = len(first_W), len(run.sources)
-    step_R = np.array([r.last_step for r in run.records], dtype=np.int64)
-    lo_W = np.searchsorted(step_R, first_W, "left").astype(np.int64)
-    hi_W = np.searchsorted(step_R, last_W, "right").astype(np.int64)
-    experts = sum(info["experts"] for info in layers)
-    load_at = thin(W, LOAD_BUDGET // max(experts, 1))
-    frame_at = thin(W, SOURCE_BUDGET // max(experts * S, 1))
-    arrays |= {"load_at": load_at, "frame_at": frame_at}
-    for index, info in enumerate(layers):
-        arrays |= _layer_arrays(run, index, info, (first_W, last_W, lo_W, hi_W), load_at, frame_at)
+    """Header and arrays of the page."""
+    analysis = analysis_of(run, verdict)
+    windows = analysis.windows
+    experts = sum(info.num_experts for info in analysis.layers)
+    arrays: Arrays = {
+        "first": windows.first_step_W,
+        "last": windows.last_step_W,
+        "status": status_of(analysis, verdict),
+        "load_at": thin(len(windows), LOAD_BUDGET // max(experts, 1)),
+        "frame_at": thin(len(windows), SOURCE_BUDGET // max(experts * len(analysis.sources), 1)),
+        "step": np.array([r.last_step for r in analysis.records], dtype=np.int64),
+    }
+    for index, frame in enumerate(analysis.frames()):
+        arrays |= _layer(index, frame, arrays["load_at"], arrays["frame_at"])
     for name in ("loss", "lr", "router_lr"):
-        values = np.array([np.nan if getattr(r, name) is None else getattr(r, name) for r in run.records])
+        values = [np.nan if getattr(r, name) is None else getattr(r, name) for r in analysis.records]
         if np.isfinite(values).any():
-            arrays[name] = values.astype(np.float64)
-    arrays["step"] = step_R
+            arrays[name] = np.array(values, dtype=np.float64)
+    ops = op_of(verdict)
     header = {
-        "status": status_name(verdict),
-        "layers": layers,
-        "sources": [clean(s) for s in run.sources],
-        "events": [_event(e) for e in run.events[:2000]],
-        "cells": [_cell(c, op_of(verdict)) for c in ranked(verdict.cells)[:WORST_CELLS] if c.status],
+        "layers": [_layer_info(info) for info in analysis.layers],
+        "sources": [clean(s) for s in analysis.sources],
+        "events": [_event(e) for e in run.events[:MOST_EVENTS]],
+        "cells": [_cell(c, ops) for c in ranked(verdict.cells)[:WORST_CELLS] if c.status],
     }
     return header, arrays
 
@@ -132,63 +132,29 @@ def thin(count: int, most: int) -> Ints:
     return np.arange(count - 1, -1, -every, dtype=np.int64)[::-1].copy()
 
 
-def _windows(run: Run, verdict: Verdict) -> tuple[Ints, Ints, npt.NDArray[np.int8]]:
-    grid = verdict.grid
-    if grid is not None and len(grid.first_step_W):
-        column = {layer: i for i, layer in enumerate(grid.layers)}
-        status_WL = np.full((len(grid.first_step_W), len(run.layers)), -1, dtype=np.int8)
-        for i, info in enumerate(run.layers):
-            if info.layer in column:
-                status_WL[:, i] = grid.status_WL[:, column[info.layer]]
-        return np.asarray(grid.first_step_W, np.int64), np.asarray(grid.last_step_W, np.int64), status_WL
-    first = np.array([r.first_step for r in run.records], dtype=np.int64)
-    last = np.array([r.last_step for r in run.records], dtype=np.int64)
-    return first, last, np.full((len(first), len(run.layers)), -1, dtype=np.int8)
-
-
-def _layer_info(run: Run, index: int) -> dict[str, Any]:
-    info = run.layers[index]
+def _layer_info(info: LayerInfo) -> dict[str, Any]:
     return {
         "layer": info.layer,
         "name": clean(info.name),
         "experts": info.num_experts,
-        "top_k": info.top_k,
         "capacity_factor": plain(info.capacity_factor),
         "top": info.num_experts / (info.top_k or 1),
-        "tags": [clean(t) for t in info.tags],
     }
 
 
-def _layer_arrays(
-    run: Run,
-    index: int,
-    info: dict[str, Any],
-    span: Span,
-    load_at: Ints,
-    frame_at: Ints,
-) -> Arrays:
-    layer, E = info["layer"], info["experts"]
-    first_W, last_W, lo_W, hi_W = span
-    counts_RSE = run.counts(layer)
-    sums = np.concatenate([np.zeros((1, *counts_RSE.shape[1:]), np.int64), np.cumsum(counts_RSE, axis=0)])
-    counts_WSE = sums[hi_W] - sums[lo_W]
-    share_WE = shares(counts_WSE.sum(axis=1))
-    out: Arrays = {f"load{index}": _u2(share_WE[load_at].T * E, info["top"])}
-    share_FSE = shares(counts_WSE[frame_at])
-    out[f"source{index}"] = np.where(
-        np.isnan(share_FSE), 255, np.rint(np.sqrt(np.nan_to_num(share_FSE)) * SHARE_TOP)
-    ).astype(np.uint8)
-    out[f"weight{index}"] = shares(counts_WSE.sum(axis=2)).astype(np.float32)
-    before_W = np.searchsorted(last_W, first_W, "left") - 1  # the last window that does not overlap
-    router_WE, mix_WE = split_shift(counts_WSE[np.maximum(before_W, 0)], counts_WSE)
-    for name, effect_WE in (("router", router_WE), ("mix", mix_WE)):
-        size_W = 0.5 * np.abs(effect_WE).sum(axis=1)
-        out[f"{name}{index}"] = np.where(before_W < 0, np.nan, size_W).astype(np.float32)
-    peak_RE = run.stat(layer, "peak")
-    if peak_RE is not None:
-        out[f"peak{index}"] = np.array(
-            [peak_RE[a:b].max() if b > a else np.nan for a, b in zip(lo_W, hi_W)], dtype=np.float32
-        )
+def _layer(index: int, frame: LayerFrame, load_at: Ints, frame_at: Ints) -> Arrays:
+    share_FSE = shares(frame.counts_WSE[frame_at])
+    router_WE, mix_WE = frame.shift_WE
+    root_FSE = np.rint(np.sqrt(np.nan_to_num(share_FSE)) * SHARE_TOP)
+    out: Arrays = {
+        f"load{index}": _u2(frame.p_WE[load_at].T * frame.N, frame.N / frame.k),
+        f"source{index}": np.where(np.isnan(share_FSE), 255, root_FSE).astype(np.uint8),
+        f"weight{index}": shares(frame.m_WS).astype(np.float32),
+        f"router{index}": (0.5 * np.abs(router_WE).sum(-1)).astype(np.float32),
+        f"mix{index}": (0.5 * np.abs(mix_WE).sum(-1)).astype(np.float32),
+    }
+    if frame.peak_WE is not None:
+        out[f"peak{index}"] = frame.peak_WE.max(-1).astype(np.float32)
     return out
 
 
@@ -215,7 +181,7 @@ def _cell(cell: Cell, ops: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def _event(event: Any) -> dict[str, Any]:
+def _event(event: Event) -> dict[str, Any]:
     return {
         "step": event.step,
         "kind": clean(event.kind),

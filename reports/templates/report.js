@@ -309,6 +309,7 @@
   $("legend").replaceChildren(...[0, 1, 3, 2, 4, -1].filter((c) => used.has(c)).map((code) => {
     const item = document.createElement("span"), box = document.createElement("i");
     box.style.background = css({ "-1": "--none", 0: "--pass", 1: "--warn", 2: "--insufficient", 3: "--fail", 4: "--fail" }[code]);
+    if (code === 1) box.style.color = "#221a00";
     box.textContent = code > 0 ? SIGN[code] : "";
     item.append(box, { "-1": "not judged", 0: "pass", 1: "warn", 2: "not enough data", 3: "fail", 4: "invalid" }[code]);
     return item;

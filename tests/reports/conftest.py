@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from moe_audit.verdict import Cell, GateResult, Status, Verdict
+from moe_audit.reports.scope import analysis_of
+from moe_audit.run import Run
+from moe_audit.store import LayerInfo, LayerRecord, Record, Store
+from moe_audit.verdict import Cell, GateResult, Grid, Status, Verdict
 
 NASTY = [
     '<script>alert(1)</script><img src=x onerror="alert(2)">',
@@ -92,6 +97,16 @@ def cell() -> Callable[..., Cell]:
     return make_cell
 
 
+@pytest.fixture
+def recorded() -> Callable[..., Path]:
+    return record_run
+
+
+@pytest.fixture
+def with_grid() -> Callable[..., Verdict]:
+    return gridded
+
+
 @pytest.fixture(params=range(len(NASTY)), ids=lambda i: f"nasty{i}")
 def nasty(request: pytest.FixtureRequest) -> str:
     return NASTY[request.param]
@@ -112,3 +127,68 @@ def nasty_verdict(name: str) -> Verdict:
 @pytest.fixture
 def hostile(nasty: str) -> Verdict:
     return nasty_verdict(nasty)
+
+
+def record_run(
+    folder: Path,
+    *,
+    layers: int = 2,
+    experts: int = 8,
+    sources: Sequence[str] = ("code", "prose"),
+    records: int = 40,
+    top_k: int = 2,
+    tokens: int = 4096,
+    sick: bool = False,
+    capacity_factor: float | None = None,
+    names: Sequence[str] | None = None,
+    seed: int = 0,
+) -> Path:
+    """A store of records of ten steps with multinomial counts; `sick`: experts starve as it goes on."""
+    rng = np.random.default_rng(seed)
+    infos = [
+        LayerInfo(i, names[i] if names else f"layers.{i}.mlp", experts, top_k, capacity_factor)
+        for i in range(layers)
+    ]
+    S = len(sources)
+    store = Store.create(folder / "routing.db", infos, sources, {"run_id": "r1"})
+    store.begin_attempt(1)
+    taste_LSE = rng.normal(0, 0.15, (layers, S, experts))
+    drift_LE = rng.normal(0, 1.0, (layers, experts)) * sick
+    for r in range(records):
+        rows = {}
+        for i in range(layers):
+            weight_SE = np.exp(taste_LSE[i] + drift_LE[i] * 3 * r / records)
+            p_SE = weight_SE / weight_SE.sum(1, keepdims=True)
+            counts_SE = np.stack([rng.multinomial(tokens * top_k // S, p) for p in p_SE])
+            rows[i] = LayerRecord(
+                counts_SE,
+                tokens_S=np.full(S, tokens // S),
+                prob_sum_SE=p_SE * tokens / S,
+                peak_E=counts_SE.sum(0) * experts / counts_SE.sum() * 1.2,
+                sq_over_t_E=counts_SE.sum(0).astype(float) ** 2 / tokens * 1.01,
+                calls=20,
+            )
+        events = [(10 * r + 5, "alert", {"gate": "min_load"})] if sick and r == records // 2 else []
+        store.append(
+            Record("train", 10 * r + 1, 10 * r + 10, rows, microbatches=20, tokens=tokens, ranks=1,
+                   lr=1e-3, loss=3.0 - r / records, events=events)
+        )  # fmt: skip
+    store.close()
+    return folder
+
+
+def gridded(run: Run, verdict: Verdict, length: int = 80, stride: int = 40) -> Verdict:
+    """The verdict as if it had been reached on `run`: its windows, with every status among them."""
+    scope = {
+        "first_step": run.records[0].first_step,
+        "last_step": run.records[-1].last_step,
+        "layers": [i.layer for i in run.layers],
+        "sources": run.sources,
+    }
+    windows = verdict.windows | {"length": length, "stride": stride}
+    verdict = replace(verdict, run=verdict.run | scope, windows=windows)
+    laid = analysis_of(run, verdict).windows
+    W, L = len(laid), len(run.layers)
+    status_WL = (np.arange(W * L).reshape(W, L) % 5 - 1).astype(np.int8)
+    grid = Grid(laid.first_step_W, laid.last_step_W, tuple(i.layer for i in run.layers), status_WL)
+    return replace(verdict, grid=grid)
