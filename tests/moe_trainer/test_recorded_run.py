@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sqlite3
+import subprocess
+import sys
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -97,3 +100,26 @@ def test_learning_rates_and_facts_of_the_run_are_written(tiny: Path, tmp_path: P
     assert meta["shard_cycle_steps"] >= 1 and meta["run_id"] and "window_length" not in meta
     run(load_config(tiny), tmp_path / "b")
     assert "shard_cycle_steps" not in dict(query(tmp_path / "b", "SELECT key, value FROM meta"))
+
+
+def test_a_killed_process_is_continued_exactly(tiny: Path, tmp_path: Path) -> None:
+    command = [str(Path(sys.executable).with_name("moe-train"))]
+    more = ["train.steps=100", "checkpoint.save_every=8"]
+    folder = tmp_path / "killed"
+    process = subprocess.Popen(
+        [*command, "run", str(tiny), "--save-folder", str(folder), *more], stdout=subprocess.DEVNULL
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not list(folder.glob("checkpoints/last")) and time.monotonic() < deadline:
+            assert process.poll() is None, "the run ended before it could be killed"
+            time.sleep(0.01)
+    finally:
+        process.kill()
+        process.wait()
+    resumed = subprocess.run([*command, "resume", str(folder)], capture_output=True, text=True, timeout=60)
+    assert resumed.returncode == 0, resumed.stderr
+    run(load_config(tiny, more), tmp_path / "whole")
+    assert expert_loads(folder) == expert_loads(tmp_path / "whole")
+    weights = "checkpoints/last/model.safetensors"
+    assert (folder / weights).read_bytes() == (tmp_path / "whole" / weights).read_bytes()
