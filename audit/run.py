@@ -334,11 +334,16 @@ def open_run(path: str | Path, phase: str = "train") -> Run:
         StoreError: it is no routing store, is damaged, or has a newer schema.
     """
     path = Path(path)
-    file = path / STORE_NAME if path.is_dir() else path
-    if not file.is_file():
-        raise UsageError(f"{file} does not exist", f"name a run folder that holds {STORE_NAME}, or the file")
-    if file.stat().st_size == 0:
-        raise StoreError(f"{file} is empty", "no run was recorded in it")
+    try:
+        file = path / STORE_NAME if path.is_dir() else path
+        if not file.is_file():
+            remedy = f"name a run folder that holds {STORE_NAME}, or the file"
+            raise UsageError(f"{file} does not exist", remedy)
+        with file.open("rb") as content:
+            if not content.read(1):
+                raise StoreError(f"{file} is empty", "no run was recorded in it")
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read: {error}", "see its permissions") from error
     return Run(file, phase)
 
 

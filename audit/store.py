@@ -57,10 +57,11 @@ class Store:
         path = Path(path)
         check_sources(sources)
         check_layers(layers)
-        if path.exists():
-            raise UsageError(f"{path} exists already", "resume it with resume=True, or choose another path")
         draft = path.with_name(f"{path.name}.new-{os.getpid()}")
         try:
+            if path.exists():
+                remedy = "resume it with resume=True, or choose another path"
+                raise UsageError(f"{path} exists already", remedy)
             path.parent.mkdir(parents=True, exist_ok=True)
             with closing(connect(draft)) as connection:
                 create_schema(connection, layers, sources, {"created": now(), **(meta or {})})
