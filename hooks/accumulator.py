@@ -155,11 +155,10 @@ class Accumulator:
             if bank is self.place[0][0]:
                 self.seen, self._pending_bad = self.seen.to(device), self._pending_bad.to(device)
 
-    def fired(self) -> int:
-        """How many layers have counts. Waits for the device."""
-        return sum(
-            bool(bank.total_ints[j].any() or bank.pending_ints[j].any()) for bank, j in self.place.values()
-        )
+    def fired(self, i: int) -> bool:
+        """Whether layer i has counts. Waits for the device."""
+        bank, j = self.place[i]
+        return bool(bank.total_ints[j].any() or bank.pending_ints[j].any())
 
     def end_chunk(self, i: int) -> None:
         """Layer i begins the next chunk of a pipeline schedule: the one before was a micro-batch."""

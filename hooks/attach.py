@@ -93,17 +93,16 @@ def check_compiled(model: nn.Module, routers: Sequence[nn.Module]) -> None:
     """
     found = {id(router) for router in routers}
     holders = [module for module in model.modules() if any(id(part) in found for part in module.modules())]
+    dynamo = importlib.import_module("torch._dynamo")
     stale = {code for module in holders if (code := _compiled_code(module)) is not None}
-    if stale:
-        if any(_is_compiled(module) for module in holders):
-            raise UsageError(
-                f"{type(model).__name__} was compiled and run before: compiled code does not see new hooks",
-                "attach before the first call, or call torch._dynamo.reset() before attaching",
-            )
-        for code in stale:
-            torch._dynamo.reset_code(code)
-    importlib.import_module("torch._dynamo.config")
-    torch._dynamo.config.skip_nnmodule_hook_guards = False
+    if stale and any(_is_compiled(module) for module in holders):
+        raise UsageError(
+            f"{type(model).__name__} was compiled and run before: compiled code does not see new hooks",
+            "attach before the first call, or call torch._dynamo.reset() before attaching",
+        )
+    for code in stale:
+        dynamo.reset_code(code)
+    dynamo.config.skip_nnmodule_hook_guards = False
 
 
 def _compiled_code(module: nn.Module) -> Any:

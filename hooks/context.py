@@ -79,15 +79,15 @@ def _source_ids(sources: Any, names: Sequence[str]) -> Tensor | None:
     if not isinstance(sources, Tensor):
         table = np.asarray(sources)
         if table.dtype.kind in "UO":
-            ids = [_id_of(name, names) for name in table.tolist()]
-            sources = torch.tensor(ids, dtype=torch.int64, device="cpu")
+            numbers = [_id_of(name, names) for name in table.tolist()]
+            sources = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         else:
             sources = torch.from_numpy(table)
     if sources.is_floating_point() or sources.is_complex() or sources.dtype == torch.bool:
         raise UsageError(f"source ids are {sources.dtype}", "pass integers, or names")
     if sources.dim() not in (1, 2) or sources.numel() == 0:
         raise UsageError(f"source ids have shape {tuple(sources.shape)}", "pass (B,), (B, S) or (T,)")
-    ids = sources.detach().to(torch.int64)
+    ids: Tensor = sources.detach().to(torch.int64)
     if ids.device.type == "cpu":  # on the host a look costs nothing; device ids are looked at with the record
         low, high = int(ids.min()), int(ids.max())
         if low < UNLABELLED_ID or high >= len(names):
@@ -112,16 +112,16 @@ def _id_of(name: Any, names: Sequence[str]) -> int:
 def _keep(mask: Any) -> Tensor | None:
     if mask is None:
         return None
-    mask = mask.detach() if isinstance(mask, Tensor) else torch.from_numpy(np.asarray(mask))
-    if mask.dim() not in (1, 2) or mask.numel() == 0:
+    keep: Tensor = mask.detach() if isinstance(mask, Tensor) else torch.from_numpy(np.asarray(mask))
+    if keep.dim() not in (1, 2) or keep.numel() == 0:
         raise UsageError(
-            f"the mask has shape {tuple(mask.shape)}", "pass (B, S) or (T,), True or 1 where a token counts"
+            f"the mask has shape {tuple(keep.shape)}", "pass (B, S) or (T,), True or 1 where a token counts"
         )
-    if mask.is_floating_point() and mask.device.type == "cpu" and bool((mask < 0).any()):
+    if keep.is_floating_point() and keep.device.type == "cpu" and bool((keep < 0).any()):
         raise UsageError(
             "the mask is additive (it has negative values)", "pass True or 1 where a token counts"
         )
-    return mask > 0 if mask.dtype != torch.bool else mask
+    return keep if keep.dtype == torch.bool else keep > 0
 
 
 def _unlabelled_row(ids: Tensor | None, num_names: int) -> Tensor:

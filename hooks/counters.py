@@ -4,7 +4,7 @@ Nothing here synchronises, allocates by data, or looks at values on the host; ev
 
 Shape suffixes: T tokens that reached the router, K picks per token, E experts, L layers of one bank,
 R rows: the named sources, then unlabelled tokens, then excluded (masked) tokens. C = E + 2 columns: ids
-below 0, the experts, ids above. The fields of a layer lie one behind the other in one flat row, so that a whole
+below 0, the experts, ids above. A layer's fields lie one behind the other in one flat row, so that a whole
 bank is committed, reduced and copied by a handful of operations.
 """
 
@@ -108,7 +108,7 @@ class Bank:
 
     The open micro-batch lives apart (`pending`) and joins the record (`total`) only when it has ended well: a
     forward that crashes half way leaves no layer counted and none missing, and the largest load of a
-    micro-batch needs its own counts anyway. Nothing is a buffer of the model: no cast, no checkpoint touches it.
+    micro-batch needs its own counts anyway. Nothing is a buffer of the model: no cast touches it.
     """
 
     def __init__(
@@ -116,8 +116,8 @@ class Bank:
     ) -> None:
         L, E, R = len(top_k), num_experts, num_rows
         self.num_experts, self.num_rows = E, R
-        self.int_sizes = (R * (E + 2), R + TALLY, E + 2)
-        self.float_sizes = (R * E, R * 2, 2 * E)
+        self.int_sizes = [R * (E + 2), R + TALLY, E + 2]
+        self.float_sizes = [R * E, R * 2, 2 * E]
         ints, floats = sum(self.int_sizes), sum(self.float_sizes)
         self.pending_ints, self.total_ints = (
             torch.zeros(L, ints, dtype=torch.int64, device=device) for _ in range(2)
@@ -152,9 +152,9 @@ class Bank:
     def _view(self) -> None:
         """The fields of the open micro-batch, as views."""
         L, R, E = len(self.fixed_k_L), self.num_rows, self.num_experts
-        counts, self.tokens_LR, self.dropped_LC = self.pending_ints.split(self.int_sizes, dim=1)
+        counts, self.tokens_LR, self.dropped_LC = torch.split(self.pending_ints, self.int_sizes, dim=1)
         self.counts_LRC = counts.view(L, R, E + 2)
-        prob, top1, logits = self.pending_floats.split(self.float_sizes, dim=1)
+        prob, top1, logits = torch.split(self.pending_floats, self.float_sizes, dim=1)
         self.prob_LRE, self.top1_LR2 = prob.view(L, R, E), top1.view(L, R, 2)
         self.logits_L2E = logits.view(L, 2, E)
 

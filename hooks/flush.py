@@ -133,8 +133,7 @@ class Cut:
             pinned = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in tensors]
             for target, x in zip(pinned, tensors, strict=True):
                 target.copy_(x, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+            self._copied = torch.cuda.current_stream().record_event()
             tensors = (pinned[0], pinned[1], pinned[2])
         self._host = tensors
         self.broken: list[dict[str, Any]] = []

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import Literal, Protocol, cast
+from collections.abc import Callable
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -59,12 +60,16 @@ def _mark(anchor: Tensor, handle: int, begin: bool) -> None:
         receiver.mark(begin)
 
 
-_library = torch.library.Library("moe_audit", "DEF")
-_library.define(
-    "observe(Tensor(a!) anchor, Tensor indices, Tensor? full, Tensor? kept, str full_kind, str layout,"
-    " int handle, bool training) -> ()"
-)
-_library.define("mark(Tensor(a!) anchor, int handle, bool begin) -> ()")
-for _name, _function in (("observe", _observe), ("mark", _mark)):
+_SCHEMAS: dict[str, tuple[str, Callable[..., None]]] = {
+    "observe": (
+        "(Tensor(a!) anchor, Tensor indices, Tensor? full, Tensor? kept, str full_kind, str layout,"
+        " int handle, bool training) -> ()",
+        _observe,
+    ),
+    "mark": ("(Tensor(a!) anchor, int handle, bool begin) -> ()", _mark),
+}
+_library: Any = torch.library.Library("moe_audit", "DEF")  # type: ignore[no-untyped-call]
+for _name, (_schema, _function) in _SCHEMAS.items():
+    _library.define(_name + _schema)
     _library.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"moe_audit::{_name}", lambda *args: None, lib=_library)

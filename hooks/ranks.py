@@ -40,8 +40,7 @@ class Ranks:
         checked: Mode = "reduce" if mode == "reduce" else "per_rank"
         if not (dist.is_available() and dist.is_initialized()):
             return cls(None, 0, 1, checked)
-        if group is dist.GroupMember.NON_GROUP_MEMBER:
-            return cls(None, -1, 0, checked)
+        # Both are -1 where this process is not in the group.
         return cls(group, dist.get_rank(group), dist.get_world_size(group), checked)
 
     @property

@@ -1,30 +1,24 @@
-"""The recorder: attaches to every router of a model, counts on the device, cuts records into the store.
-
-Micro-batches: counts join the record when the micro-batch has ended well. One that ends with an exception is
-dropped whole, in all layers. Without `microbatch()` a forward of the attached model is a micro-batch of
-unlabelled tokens; a router that is called outside of both is counted at once.
-"""
+"""The recorder: attaches to every router of a model, cuts records of what they chose into the store."""
 
 from __future__ import annotations
 
 import platform
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.utils.hooks import RemovableHandle
 
-from moe_audit.hooks.accumulator import Accumulator, LabelCache, check_observation
-from moe_audit.hooks.adapters import Adapter, FoundRouter, Observation, find_routers
-from moe_audit.hooks.attach import RootHook, RouterHook, check_compiled, check_model
+from moe_audit.hooks.accumulator import Accumulator
+from moe_audit.hooks.adapters import Adapter, FoundRouter, find_routers
+from moe_audit.hooks.attach import check_compiled, check_model
 from moe_audit.hooks.context import row_ids
+from moe_audit.hooks.counting import PHASES, Counting, Microbatch
 from moe_audit.hooks.flush import Cut, Layout, pack, reduce
 from moe_audit.hooks.ranks import Ranks
 from moe_audit.hooks.steps import LearningRate, StepClock
@@ -32,39 +26,7 @@ from moe_audit.hooks.writer import Writer
 from moe_audit.store import UNLABELLED, LayerInfo, check_sources
 from moe_audit.thresholds.errors import AuditError, UsageError
 
-PHASES = ("train", "eval")
 MAX_COUNT = 2**32 - 1  # counts are stored as u4
-
-
-class Microbatch:
-    """One micro-batch (or `chunks` of them in a pipeline schedule) while it is open; a context manager."""
-
-    def __init__(self, recorder: Recorder, rows: Tensor | None, masked: bool, chunks: int) -> None:
-        self._recorder = recorder
-        self.rows, self.masked, self.chunks = rows, masked, chunks
-        self.calls = [0] * len(recorder.local_layers)
-
-    def __enter__(self) -> Microbatch:
-        self._recorder._begin(self)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._recorder._end(self, failed=kind is not None)
-
-
-class _LayerReceiver:
-    """Passes what one router chose to the recorder."""
-
-    def __init__(self, recorder: Recorder, layer: int) -> None:
-        self.recorder, self.layer = recorder, layer
-
-    def observe(self, seen: Observation, training: bool) -> None:
-        self.recorder._observe(self.layer, seen, training)
-
-    def mark(self, begin: bool) -> None:
-        self.recorder._mark(begin)
 
 
 class Recorder:
@@ -74,7 +36,7 @@ class Recorder:
         path: The store's file.
         layers: What is recorded, in model order; of all ranks of the group.
         sources: Names of the sources.
-        records: The records cut so far in this process, without their arrays' owner: newest last.
+        flush_every: Micro-batches per record.
     """
 
     def __init__(
@@ -93,30 +55,20 @@ class Recorder:
         self.layers = list(layers)
         self.sources = list(sources)
         self.flush_every = flush_every
-        self.local_layers = [router.info for router in found]
         self._ranks = ranks
         self._writer = writer
         self._silent_layers = silent_layers
-        self._num_rows = len(self.sources) + 2
-        self._layout = Layout(self.layers, self._num_rows)
-        self._labels = LabelCache(self._num_rows)
-        self._accumulators: dict[str, Accumulator] = {}
-        self._fired = [False] * len(found)
-        self._open: Microbatch | None = None
-        self._implicit = False
-        self._phase: str | None = None
-        self._paused = 0
+        self._layout = Layout(self.layers, len(self.sources) + 2)
         self._clock = StepClock()
+        self._counting = Counting(found, len(self.sources), self._clock.evaluated)
+        self._owner = bool(found) and found[0].info.layer == self.layers[0].layer
+        self._routers = [router.router for router in found]
         self._cut_waiting: Cut | None = None
         self._callbacks: list[Callable[[int], None]] = []
         self._warned: set[str] = set()
-        self._receivers: list[_LayerReceiver] = []
-        self._handles: list[RemovableHandle] = []
-        self._modules = [router.module for router in found]
-        self._routers = [router.router for router in found]
         self._closed = False
         if ranks.is_member:
-            self._hook(model, found)
+            self._counting.attach(model, found)
 
     # -- making and ending one
 
@@ -170,15 +122,15 @@ class Recorder:
             [router.info for router in found], problem, {"sources": names, "flush_every": flush_every}
         )
         file = ranks.store_path(path)
-        writer, error = None, None
+        writer, failure = None, None
         if ranks.writes:
             try:
                 writer = Writer(
                     file, layers, names, resume=resume, meta=_meta(ranks, flush_every), world_size=ranks.size
                 )
             except Exception as caught:
-                error = caught
-        ranks.share_error(error)
+                failure = caught
+        ranks.share_error(failure)
         return cls(model, found, layers, file, names, flush_every, ranks, writer, silent_layers)
 
     def __enter__(self) -> Recorder:
@@ -199,16 +151,15 @@ class Recorder:
         if self._closed:
             return
         self._closed = True
-        for handle in self._handles:
-            handle.remove()
+        self._counting.detach()
         try:
             self._settle(raising=False)
             if last_record and self._has_counts():
                 self._cut(raising=False)
                 self._settle(raising=False)
         finally:
-            self._handles, self._receivers, self._modules, self._routers = [], [], [], []
-            self._accumulators = {}
+            self._counting.release()
+            self._routers = []
             if self._writer is not None:
                 self._writer.close()
 
@@ -228,7 +179,7 @@ class Recorder:
         if not isinstance(chunks, int) or chunks < 1:
             raise UsageError(f"chunks={chunks!r}", "it is a number of micro-batches, 1 or more")
         rows = row_ids(sources, mask, self.sources)
-        return Microbatch(self, rows, mask is not None, chunks)
+        return Microbatch(self._counting, rows, mask is not None, chunks)
 
     def step(self, step: int, *, lr: LearningRate | None = None, loss: Tensor | float | None = None) -> None:
         """An optimizer step is done; cuts a record when `flush_every` micro-batches are in.
@@ -255,7 +206,7 @@ class Recorder:
         if first and self._writer is not None:
             self._writer.begin(step)
         self._check_fired(first)
-        train = self._accumulators.get("train")
+        train = self._counting.accumulators.get("train")
         if train is not None and (train.microbatches >= self.flush_every or self._nearly_full(train)):
             self._cut()
 
@@ -268,25 +219,13 @@ class Recorder:
             self._cut()
         return self.written(timeout)
 
-    @contextmanager
-    def phase(self, name: Literal["train", "eval"]) -> Iterator[None]:
+    def phase(self, name: Literal["train", "eval"]) -> AbstractContextManager[None]:
         """Forwards inside count as `name`, whatever `module.training` says."""
-        if name not in PHASES:
-            raise UsageError(f"{name!r} is no phase", f"phases are {' and '.join(PHASES)}")
-        before, self._phase = self._phase, name
-        try:
-            yield
-        finally:
-            self._phase = before
+        return self._counting.phase(name)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Forwards inside (warm-up, dummy batches) are not recorded at all."""
-        self._paused += 1
-        try:
-            yield
-        finally:
-            self._paused -= 1
+        return self._counting.paused()
 
     def event(self, step: int | None, kind: str, detail: Mapping[str, Any]) -> None:
         """Writes an event (an alert, an action on the learning rate), on the rank that has the store."""
@@ -311,105 +250,6 @@ class Recorder:
         self._settle()
         return self._writer.flush(timeout) if self._writer is not None else True
 
-    # -- what hooks call
-
-    def _hook(self, model: nn.Module, found: Sequence[FoundRouter]) -> None:
-        anchors: dict[torch.device, Tensor] = {}
-
-        def anchor(module: nn.Module) -> Tensor:
-            device = _device_of(module)
-            return anchors.setdefault(device, torch.zeros((), dtype=torch.int64, device=device))
-
-        def receiver(i: int) -> _LayerReceiver:
-            made = _LayerReceiver(self, i)
-            self._receivers.append(made)
-            return made
-
-        for i, (_, module, adapter, _) in enumerate(found):
-            hook = RouterHook(module, adapter, anchor(module), receiver(i))
-            if adapter.hook == "pre":
-                self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-            else:
-                self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
-        if found:
-            root = receiver(0)
-            at = anchor(found[0].module)
-            self._handles.append(model.register_forward_pre_hook(RootHook(at, root, True)))
-            self._handles.append(model.register_forward_hook(RootHook(at, root, False)))
-
-    def _off(self) -> bool:
-        # A running backward pass: this is the recompute of a checkpoint, counted already in the forward.
-        return self._paused > 0 or self._closed or torch._C._current_graph_task_id() != -1
-
-    def _mark(self, begin: bool) -> None:
-        """A forward of the model begins or ends: a micro-batch, if training opened none."""
-        if self._off():
-            return
-        if begin and (self._open is None or self._implicit):
-            self._drop_open()
-            self._begin(Microbatch(self, None, False, 1))
-            self._implicit = True
-        elif not begin and self._implicit and self._open is not None:
-            self._end(self._open, failed=False)
-
-    def _observe(self, i: int, seen: Observation, training: bool) -> None:
-        device = seen.indices_TK.device
-        if self._off() or device.type == "meta":
-            return
-        info = self.local_layers[i]
-        check_observation(info, seen)
-        phase = self._phase or ("train" if training else "eval")
-        accumulator = self._accumulator(phase, device)
-        self._fired[i] = True
-        accumulator.follow(i, device)
-        if phase == "eval":
-            self._clock.evaluated()
-        scope = self._open
-        chunk = 0
-        if scope is not None and scope.chunks > 1:
-            chunk = scope.calls[i]
-            if chunk >= scope.chunks:
-                raise UsageError(
-                    f"{info.name} fired {chunk + 1} times in a micro-batch of chunks={scope.chunks}",
-                    "give the number of micro-batches that the schedule makes",
-                )
-            if chunk:
-                accumulator.end_chunk(i)
-        if scope is not None:
-            scope.calls[i] += 1
-        elif self._labels.rows is not None:
-            self._labels.set_rows(None)
-        accumulator.observe(i, seen, self._labels.get(device, seen.indices_TK.shape[0], seen.layout, chunk))
-        if scope is None:
-            accumulator.commit(1, masked=False, only=i)
-
-    def _accumulator(self, phase: str, device: torch.device) -> Accumulator:
-        if phase not in self._accumulators:
-            devices = [_device_of(module, device) for module in self._modules]
-            self._accumulators[phase] = Accumulator(self.local_layers, devices, self._num_rows)
-        return self._accumulators[phase]
-
-    def _begin(self, scope: Microbatch) -> None:
-        self._drop_open()
-        if self._open is not None:
-            raise UsageError("a micro-batch inside a micro-batch", "close the first one before the next")
-        self._open = scope
-        self._labels.set_rows(scope.rows, scope.chunks)
-
-    def _drop_open(self) -> None:
-        """Forgets a forward of the model that began and never ended: it crashed."""
-        if self._implicit and self._open is not None:
-            self._end(self._open, failed=True)
-
-    def _end(self, scope: Microbatch, failed: bool) -> None:
-        self._open, self._implicit = None, False
-        for accumulator in self._accumulators.values():
-            if accumulator.dirty:
-                if failed:
-                    accumulator.discard()
-                else:
-                    accumulator.commit(scope.chunks, scope.masked)
-
     # -- cutting records
 
     def _has_counts(self) -> bool:
@@ -417,7 +257,7 @@ class Recorder:
         return (
             self._ranks.reduces
             or self._clock.first is not None
-            or any(a.microbatches for a in self._accumulators.values())
+            or any(a.microbatches for a in self._counting.accumulators.values())
         )
 
     def _nearly_full(self, train: Accumulator) -> bool:
@@ -428,31 +268,26 @@ class Recorder:
 
     def _check_fired(self, first: bool) -> None:
         """Raises where a layer was silent. When none was heard (replayed CUDA graphs) the record tells."""
-        heard = sum(self._fired)
-        if first and not heard:  # a whole step replayed from CUDA graphs shows on the device only
-            heard = max((a.fired() for a in self._accumulators.values()), default=0)
-            self._fired = [heard == len(self._fired)] * len(self._fired)
-        silent = [info.name for info, fired in zip(self.local_layers, self._fired, strict=True) if not fired]
-        self._fired = [False] * len(self._fired)
+        heard, silent = self._counting.take_fired(look_at_device=first)
         if silent and self._silent_layers == "raise" and (first or heard):
             raise UsageError(
-                f"attached {len(self.local_layers)}, fired {heard}: silent were {', '.join(silent[:8])}",
+                f"attached {heard + len(silent)}, fired {heard}: silent were {', '.join(silent[:8])}",
                 "the model goes round these modules (a fused kernel, or code compiled before attach); pass"
                 ' silent_layers="mark" to go on and mark the run invalid',
             )
 
     def _cut(self, raising: bool = True) -> None:
         """Packs and reduces the accumulators, begins a new record, and starts the copy to the host."""
-        self._drop_open()
+        self._counting.drop_unfinished()
         span = self._clock.cut()
         spans = {"train": span.train, "eval": span.eval}
         # Ranks must pack alike, whatever phases each of them saw.
-        names = [n for n in PHASES if self._ranks.reduces or n == "train" or n in self._accumulators]
-        device = self._ranks.device(_device_of(self._modules[0]) if self._modules else torch.device("cpu"))
+        names = [n for n in PHASES if self._ranks.reduces or n == "train" or n in self._counting.accumulators]
+        device = self._ranks.device(self._counting.device)
         packed = pack(
             self._layout,
-            [self._accumulators.get(name) for name in names],
-            owner=bool(self.local_layers) and self.local_layers[0].layer == self.layers[0].layer,
+            [self._counting.accumulators.get(name) for name in names],
+            owner=self._owner,
             loss=(span.loss, span.losses),
             device=device,
         )
@@ -461,7 +296,7 @@ class Recorder:
         self._cut_waiting = Cut(
             self._layout, packed, [(name, spans[name]) for name in names], self.sources, self._ranks.expected
         )
-        for accumulator in self._accumulators.values():
+        for accumulator in self._counting.accumulators.values():
             accumulator.reset()
         if device.type != "cuda":
             self._settle(raising)
@@ -491,13 +326,6 @@ class Recorder:
                 raise UsageError(detail["message"], f"ids are -1 (unlabelled) to {len(self.sources) - 1}")
             if detail["invariant"] == "silent layer" and self._silent_layers == "raise":
                 raise UsageError(detail["message"], 'pass silent_layers="mark" to go on with an invalid run')
-
-
-def _device_of(module: nn.Module, default: torch.device | None = None) -> torch.device:
-    parameter = next(module.parameters(), None)
-    if parameter is None or parameter.device.type == "meta":
-        return default or torch.device("cpu")
-    return parameter.device
 
 
 def _meta(ranks: Ranks, flush_every: int) -> dict[str, Any]:
