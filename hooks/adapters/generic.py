@@ -10,7 +10,7 @@ Shape suffixes: T tokens that reached the router, K picks per token, E experts o
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +74,7 @@ class FunctionAdapter(Adapter):
         """Whether `module` is of the target class."""
         return is_a(module, self.target) if isinstance(self.target, str) else isinstance(module, self.target)
 
-    def describe(self, name: str, module: nn.Module, parent: nn.Module) -> LayerInfo:
+    def describe(self, name: str, module: Any, parent: Any) -> LayerInfo:
         """The layer, with E and K as given or as the module says.
 
         Raises:
@@ -91,9 +91,7 @@ class FunctionAdapter(Adapter):
             )
         return LayerInfo(-1, name, experts, picks, gating=self.gating)
 
-    def observe(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> Observation:
+    def observe(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Observation:
         """What the function finds in the output, checked.
 
         Raises:
@@ -112,7 +110,7 @@ class FunctionAdapter(Adapter):
             indices_TK = torch.where(chosen_TE, ids_E, NO_PICK)
         else:
             top_k = None if self.top_k == "varies" else self.top_k or pick_count(module)
-            indices_TK = check_indices(routing.indices, experts, top_k, label)
+            indices_TK = check_indices(cast("Tensor", routing.indices), experts, top_k, label)
         full = routing.probs if routing.logits is None else routing.logits
         return Observation(
             indices_TK,

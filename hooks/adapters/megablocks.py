@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
 from moe_audit.hooks.adapters.base import Adapter, Observation, register
 from moe_audit.hooks.adapters.form import by_form
 from moe_audit.store import LayerInfo
@@ -21,15 +19,13 @@ class MegablocksRouter(Adapter):
 
     classes = ("megablocks.layers.router.LearnedRouter",)
 
-    def describe(self, name: str, module: nn.Module, parent: nn.Module) -> LayerInfo:
+    def describe(self, name: str, module: Any, parent: Any) -> LayerInfo:
         args = module.args
         dropless = any(base.__name__ == "dMoE" for base in type(parent).__mro__)
         capacity = None if dropless else getattr(args, "moe_capacity_factor", None) or None
         return LayerInfo(-1, name, args.moe_num_experts, args.moe_top_k, capacity, "softmax")
 
-    def observe(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> Observation:
+    def observe(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Observation:
         probs, weights, indices = output
         top_k = module.args.moe_top_k
         if top_k == 1:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
 from moe_audit.hooks.adapters.base import NO_PICK, Adapter, Observation, register
 from moe_audit.hooks.adapters.form import check_map, local
 from moe_audit.store import LayerInfo
@@ -22,7 +20,7 @@ class MegatronRouter(Adapter):
 
     classes = ("megatron.core.transformer.moe.router.TopKRouter",)
 
-    def describe(self, name: str, module: nn.Module, parent: nn.Module) -> LayerInfo:
+    def describe(self, name: str, module: Any, parent: Any) -> LayerInfo:
         config = module.config
         if getattr(config, "moe_pad_expert_input_to_capacity", False):
             raise UsageError(
@@ -42,9 +40,7 @@ class MegatronRouter(Adapter):
             () if capacity is None else ("post_drop",),
         )
 
-    def observe(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> Observation:
+    def observe(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Observation:
         experts, top_k = module.config.num_moe_experts, module.config.moe_router_topk
         probs_TE, chosen_TE = output
         chosen_TE = check_map(chosen_TE, experts, "Megatron TopKRouter")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
 from moe_audit.hooks.adapters.base import Adapter, Observation, register
 from moe_audit.store import LayerInfo
 
@@ -16,7 +14,7 @@ class MoeTrainerDispatcher(Adapter):
 
     classes = ("moe_trainer.moe.dispatch.Dispatcher",)
 
-    def describe(self, name: str, module: nn.Module, parent: nn.Module) -> LayerInfo:
+    def describe(self, name: str, module: Any, parent: Any) -> LayerInfo:
         config = parent.router.config
         return LayerInfo(
             -1,
@@ -27,9 +25,7 @@ class MoeTrainerDispatcher(Adapter):
             config.gating_function,
         )
 
-    def observe(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> Observation:
+    def observe(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Observation:
         routed = args[0]
         return Observation(
             routed.indices_TK, routed.weights_TK, routed.logits_TE, "logits", kept_TK=output.kept_TK

@@ -18,7 +18,7 @@ class OlmoCoreRouter(Adapter):
 
     classes = ("olmo_core.nn.moe.router.MoERouter",)
 
-    def describe(self, name: str, module: nn.Module, parent: nn.Module) -> LayerInfo:
+    def describe(self, name: str, module: Any, parent: Any) -> LayerInfo:
         mlp = getattr(parent, "experts", None)
         return LayerInfo(
             -1,
@@ -30,7 +30,7 @@ class OlmoCoreRouter(Adapter):
         )
 
     def observe(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Observation | None:
         return by_form(output[:2], module.num_experts, module.top_k, type(module).__name__)
 
@@ -51,7 +51,7 @@ class OlmoCoreRouterV2(OlmoCoreRouter):
                 yield name, module
 
     def observe(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Observation | None:
         weights, indices, _, losses_of = output
         if indices is None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
 from moe_audit.hooks.adapters.base import Adapter, Observation, register
 from moe_audit.hooks.adapters.form import by_form
 from moe_audit.store import LayerInfo
@@ -17,10 +15,8 @@ class TorchtitanRouter(Adapter):
 
     classes = ("torchtitan.models.common.moe.TokenChoiceTopKRouter",)
 
-    def describe(self, name: str, module: nn.Module, parent: nn.Module) -> LayerInfo:
+    def describe(self, name: str, module: Any, parent: Any) -> LayerInfo:
         return LayerInfo(-1, name, module.num_experts, module.top_k, gating=module.score_func)
 
-    def observe(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> Observation:
+    def observe(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Observation:
         return by_form(output, module.num_experts, module.top_k, type(module).__name__, "probs")

@@ -31,6 +31,8 @@ LOGITS_ALONE = (
     "transformers.models.dbrx.modeling_dbrx.DbrxRouter",
     "transformers.models.jetmoe.modeling_jetmoe.JetMoeTopKGating",
 )
+# How `*Experts` modules call the ids and weights that they take behind the hidden states.
+EXPERT_ARGUMENTS = (("top_k_index", "top_k_weights"), ("router_indices", "routing_weights"))
 # From here on the first element of the common form is the logits in every family; see hook_points in README.
 FIRST_SETTLED = (5, 10)
 
@@ -57,7 +59,7 @@ def router_classes(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         recorded = getattr(root, "_can_record_outputs", None) or {}
         specs = recorded.get("router_logits", ())
         for spec in specs if isinstance(specs, list | tuple) else (specs,):
-            target = getattr(spec, "target_class", spec)
+            target: Any = getattr(spec, "target_class", spec)
             for name, module in root.named_modules():
                 if isinstance(module, target):
                     yield f"{root_name}.{name}".strip("."), module
@@ -68,7 +70,7 @@ class TransformersAdapter(Adapter):
 
     kind: ClassVar[Literal["logits", "probs"] | None] = "logits"
 
-    def gating(self, module: nn.Module, parent: nn.Module) -> str:
+    def gating(self, module: Any, parent: Any) -> str:
         """The function that makes probabilities of logits."""
         chosen = getattr(module, "expert_selection_fn", None)
         return (
@@ -79,7 +81,7 @@ class TransformersAdapter(Adapter):
             else "softmax"
         )
 
-    def describe(self, name: str, module: nn.Module, parent: nn.Module) -> LayerInfo:
+    def describe(self, name: str, module: Any, parent: Any) -> LayerInfo:
         more = (parent, getattr(parent, "config", None))
         experts = expert_count(module, *more)
         return LayerInfo(-1, name, experts, pick_count(module, *more), gating=self.gating(module, parent))
@@ -93,19 +95,23 @@ class TransformersExperts(TransformersAdapter):
     fallback = True
 
     def match(self, module: nn.Module) -> bool:
-        """Whether the class says it holds experts and its forward takes their ids."""
-        if not any(base.__name__.endswith("Experts") for base in type(module).__mro__):
-            return False
-        parameters = list(inspect.signature(type(module).forward).parameters)
-        return parameters[1:4] == ["hidden_states", "top_k_index", "top_k_weights"]
+        """Whether the class says it holds experts and its forward takes their ids and weights."""
+        return (
+            any(base.__name__.endswith("Experts") for base in type(module).__mro__)
+            and self._arguments(module) in EXPERT_ARGUMENTS
+        )
 
-    def observe(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> Observation:
-        indices = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
-        weights = kwargs["top_k_weights"] if "top_k_weights" in kwargs else args[2]
+    def observe(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Observation:
+        indices, weights = (
+            kwargs[name] if name in kwargs else args[place]
+            for place, name in enumerate(self._arguments(module), start=1)
+        )
         indices_TK = check_indices(indices, expert_count(module), None, class_name(module))
         return Observation(indices_TK, local(weights).reshape(indices_TK.shape))
+
+    @staticmethod
+    def _arguments(module: nn.Module) -> tuple[str, ...]:
+        return tuple(inspect.signature(type(module).forward).parameters)[2:4]
 
 
 @register
@@ -119,9 +125,7 @@ class TransformersRouter(TransformersAdapter):
             if version() >= (5, 0) and not before and not is_a(module, *LOGITS_ALONE):
                 yield name, module
 
-    def observe(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> Observation:
+    def observe(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Observation:
         kind = self.kind if version() >= FIRST_SETTLED else None
         top_k = pick_count(module)
         label = class_name(module)
@@ -155,9 +159,7 @@ class ScoreFunctionRouter(TransformersRouter):
     )
     find = Adapter.find
 
-    def observe(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> Observation:
+    def observe(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Observation:
         seen = super().observe(module, args, kwargs, output)
         if seen.full_TE is None:
             return seen
@@ -174,14 +176,12 @@ class LongcatFlashRouter(TransformersRouter):
     classes = modeling("longcat_flash", "LongcatFlashTopkRouter")
     find = Adapter.find
 
-    def describe(self, name: str, module: nn.Module, parent: nn.Module) -> LayerInfo:
+    def describe(self, name: str, module: Any, parent: Any) -> LayerInfo:
         return LayerInfo(
             -1, name, module.n_routed_experts, module.top_k, gating="softmax", tags=("identity_experts",)
         )
 
-    def observe(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> Observation:
+    def observe(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Observation:
         kind: Literal["logits"] | None = "logits" if version() >= FIRST_SETTLED else None
         return by_form(output, module.n_routed_experts, module.top_k, class_name(module), kind)
 
@@ -192,14 +192,12 @@ class ZayaRouter(TransformersAdapter):
 
     classes = modeling("zaya", "ZayaRouter")
 
-    def describe(self, name: str, module: nn.Module, parent: nn.Module) -> LayerInfo:
+    def describe(self, name: str, module: Any, parent: Any) -> LayerInfo:
         return LayerInfo(
             -1, name, module.num_router_classes, module.top_k, gating="softmax", tags=("identity_experts",)
         )
 
-    def observe(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> Observation:
+    def observe(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Observation:
         seen = by_form(output[:3], module.num_router_classes, module.top_k, class_name(module), "logits")
         skipped = local(output[1]).reshape(seen.indices_TK.shape) == 0
         return seen._replace(indices_TK=seen.indices_TK.masked_fill(skipped, module.num_experts))
@@ -211,9 +209,7 @@ class Llama4Router(TransformersAdapter):
 
     classes = modeling("llama4", "Llama4Router")
 
-    def observe(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> Observation:
+    def observe(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Observation:
         scores, logits = (local(x).reshape(-1, module.num_experts) for x in output)
         indices_TK = logits.topk(module.top_k, dim=-1).indices
         return Observation(indices_TK, scores.gather(-1, indices_TK), logits, "logits")
@@ -242,9 +238,7 @@ class SortingRouter(TransformersAdapter):
             if router is not None and self.sorting.search(type(router).__name__):
                 yield f"{name}.router", router
 
-    def observe(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> Observation:
+    def observe(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Observation:
         logits = local(output[4])
         return Observation(logits.topk(module.top_k, dim=-1).indices, full_TE=logits, full_kind="logits")
 
@@ -255,12 +249,10 @@ class SwitchRouter(TransformersAdapter):
 
     classes = modeling("switch_transformers", "SwitchTransformersTop1Router")
 
-    def describe(self, name: str, module: nn.Module, parent: nn.Module) -> LayerInfo:
+    def describe(self, name: str, module: Any, parent: Any) -> LayerInfo:
         return LayerInfo(-1, name, module.num_experts, 1, gating="softmax")
 
-    def observe(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> Observation:
+    def observe(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Observation:
         dispatched, weights, logits = (local(x).reshape(-1, x.shape[-1]) for x in output)
         # Rounded as the router rounds: in bf16 equal probabilities are frequent, and the first one wins.
         probs = logits.softmax(-1, dtype=module.dtype).to(module.input_dtype)
@@ -274,9 +266,7 @@ class DogeRouter(TransformersAdapter):
 
     classes = modeling("doge", "DogeCDMoE")
 
-    def observe(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> Observation:
+    def observe(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Observation:
         (rows, columns), (row_ids, column_ids) = local(output[1]).topk(module.num_keys, dim=-1)
         sums = (rows.unsqueeze(-1) + columns.unsqueeze(-2)).flatten(-2)
         ids = (row_ids.unsqueeze(-1) * module.num_keys + column_ids.unsqueeze(-2)).flatten(-2)
@@ -311,7 +301,7 @@ class RefusedRouter(Adapter):
 
     classes = tuple(REFUSED)
 
-    def describe(self, name: str, module: nn.Module, parent: nn.Module) -> LayerInfo:
+    def describe(self, name: str, module: Any, parent: Any) -> LayerInfo:
         """Always raises.
 
         Raises:
@@ -324,5 +314,5 @@ class RefusedRouter(Adapter):
                 )
         raise AssertionError(class_name(module))
 
-    def observe(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def observe(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         return None

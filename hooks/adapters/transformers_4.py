@@ -47,9 +47,7 @@ class SoftmaxTopKBlock(Version4):
         + modeling("jamba", "JambaSparseMoeBlock")
     )
 
-    def observe(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> Observation:
+    def observe(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Observation:
         logits = local(output[1])
         weights, indices = logits.softmax(-1, dtype=torch.float32).topk(module.top_k, dim=-1)
         return Observation(indices, weights, logits, "logits")
@@ -68,9 +66,7 @@ class IdsAndWeights(Version4):
         + modeling("longcat_flash", "LongcatFlashTopkRouter")
     )
 
-    def observe(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> Observation:
+    def observe(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Observation:
         return by_form(output, expert_count(module), module.top_k, class_name(module))
 
 
@@ -80,9 +76,7 @@ class GptOssRouter(Version4):
 
     classes = modeling("gpt_oss", "GptOssTopKRouter")
 
-    def observe(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> Observation:
+    def observe(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Observation:
         seen = by_form(output, module.num_experts, module.top_k, class_name(module))
         scores = local(output[0]).reshape(-1, module.num_experts)
         return seen._replace(weights_TK=scores.gather(-1, seen.indices_TK))
@@ -94,9 +88,7 @@ class DbrxRouter(Version4):
 
     classes = modeling("dbrx", "DbrxRouter")
 
-    def observe(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> Observation:
+    def observe(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Observation:
         top_k = pick_count(module) or output[2].shape[-1]
         return by_form(output, expert_count(module), top_k, class_name(module), "probs")
 
@@ -112,7 +104,7 @@ class Refused4(Version4):
         + modeling("hunyuan_v1_moe", "HunYuanMoEV1Moe")
     )
 
-    def describe(self, name: str, module: nn.Module, parent: nn.Module) -> LayerInfo:
+    def describe(self, name: str, module: Any, parent: Any) -> LayerInfo:
         """Always raises.
 
         Raises:
@@ -124,5 +116,5 @@ class Refused4(Version4):
             "use transformers 5.10 or later, where the router returns the chosen experts",
         )
 
-    def observe(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def observe(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         return None
