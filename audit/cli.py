@@ -8,9 +8,9 @@ from typing import Any
 
 import click
 
+from moe_audit import cli_data, cli_reports
 from moe_audit import cli_io as io
 from moe_audit import cli_options as opt
-from moe_audit.cli_data import COMMANDS
 from moe_audit.cli_policy import policy_group
 
 EXAMPLES = """\b
@@ -32,7 +32,7 @@ def cli() -> None:
     """Acceptance tests for the routers of mixture-of-experts models."""
 
 
-for command in (policy_group, *COMMANDS):
+for command in (policy_group, *cli_data.COMMANDS, *cli_reports.COMMANDS):
     cli.add_command(command)
 
 
@@ -40,12 +40,7 @@ for command in (policy_group, *COMMANDS):
 @opt.run_argument
 @opt.policy_option
 @opt.scope_options
-@click.option(
-    "--checkpoint",
-    type=opt.STEP,
-    metavar="STEP",
-    help="Judge the last 5 windows (or --last) that end at or before STEP.",
-)
+@opt.checkpoint_option
 @click.option(
     "--fail-on",
     type=opt.OneOf(("fail", "warn", "never")),
@@ -99,51 +94,7 @@ def metrics(run: Path, names: tuple[str, ...], no_color: bool, **scope: Any) -> 
 @opt.run_argument
 @opt.policy_option
 @opt.scope_options
-@click.option("--checkpoint", type=opt.STEP, metavar="STEP", help="As for check.")
-@opt.output_options("text", "json", "markdown")
-def explain(run: Path, policy: str | None, no_color: bool, **scope: Any) -> int:
-    """Say why RUN fails: symptoms, likely causes in the order to check them, evidence, remedies."""
-    from moe_audit import explain as explaining
-
-    places = io.destinations()
-    with opt.open_named(run, scope["phase"]) as opened:
-        found = explaining.explain(opened, policy, **opt.judge_options(opened, scope))
-    for format, path in places:
-        io.write(explaining.render(found, format), path)
-    return 0
-
-
-@cli.command(epilog="\b\nExample: moe-audit report runs/a -o report.html")
-@opt.run_argument
-@opt.policy_option
-@opt.scope_options
-@click.option("--checkpoint", type=opt.STEP, metavar="STEP", help="As for check.")
-@click.option(
-    "--output",
-    "-o",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    help="The HTML file; report.html beside the run by default.",
-)
-@click.option(
-    "--tensorboard",
-    type=click.Path(path_type=Path, file_okay=False),
-    metavar="FOLDER",
-    help="Write TensorBoard events there as well.",
-)
-def report(run: Path, policy: str | None, output: Path | None, tensorboard: Path | None, **scope: Any) -> int:
-    """Write an HTML page with pictures of RUN and its verdict."""
-    from moe_audit.cli_reports import write_report
-
-    for path in write_report(run, policy, scope, output, tensorboard):
-        click.echo(path)
-    return 0
-
-
-@cli.command(
-    epilog="\b\nExamples: moe-audit compare runs/before runs/after\n          "
-    "moe-audit compare runs/a runs/a --range-a 0-5000 --range-b 20000-25000"
-)
+@opt.checkpoint_option
 @click.argument("a", type=click.Path(path_type=Path), metavar="A")
 @click.argument("b", type=click.Path(path_type=Path), metavar="B")
 @opt.policy_option

@@ -114,6 +114,13 @@ def policy_option(function: F) -> F:
 
 run_argument = click.argument("run", type=click.Path(path_type=Path), metavar="RUN")
 
+checkpoint_option = click.option(
+    "--checkpoint",
+    type=STEP,
+    metavar="STEP",
+    help="Judge the last 5 windows (or --last) that end at or before STEP.",
+)
+
 scope_options = options(
     click.option("--length", type=POSITIVE, metavar="STEPS", help="Window length in steps."),
     click.option("--stride", type=POSITIVE, metavar="STEPS", help="Steps between the ends of two windows."),

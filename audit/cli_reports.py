@@ -1,0 +1,102 @@
+"""The commands that write files about a run: `moe-audit report | statement`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from moe_audit import cli_options as opt
+
+
+@click.command(epilog="\b\nExample: moe-audit report runs/a -o report.html --tensorboard runs/a/tb")
+@opt.run_argument
+@opt.policy_option
+@opt.scope_options
+@opt.checkpoint_option
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="The HTML file; report.html beside the store by default.",
+)
+@click.option(
+    "--tensorboard",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="FOLDER",
+    help="Write TensorBoard events there as well.",
+)
+def report(run: Path, policy: str | None, output: Path | None, tensorboard: Path | None, **scope: Any) -> int:
+    """Write an HTML page with pictures of RUN and its verdict."""
+    from moe_audit.checking import check
+    from moe_audit.reports.html import write_html
+    from moe_audit.reports.wording import sentence, status_name
+    from moe_audit.thresholds.policy import load_policy
+
+    loaded = load_policy(policy)
+    with opt.open_named(run, scope["phase"]) as opened:
+        verdict = check(opened, loaded, all_cells=tensorboard is not None, **opt.judge_options(opened, scope))
+        written = write_html(opened, verdict, output or opened.path.with_name("report.html"))
+        click.echo(f"{status_name(verdict)} {sentence(verdict)}")
+        click.echo(written)
+        if tensorboard is not None:
+            from moe_audit.reports.tensorboard import write_events
+
+            click.echo(write_events(opened, verdict, tensorboard))
+    return 0
+
+
+@click.command(
+    epilog="\b\nExamples: moe-audit statement runs/a --checkpoint 5000 -o release\n"
+    "          moe-audit statement --verify release"
+)
+@click.argument("run", required=False, type=click.Path(path_type=Path), metavar="[RUN]")
+@opt.policy_option
+@opt.checkpoint_option
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path(),
+    show_default="the current folder",
+    metavar="FOLDER",
+    help="Where routing_statement.json and routing_statement.md go.",
+)
+@click.option(
+    "--verify",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="FOLDER",
+    help="Derive the statement in FOLDER again, from RUN or the run that it names, and say what differs.",
+)
+def statement(
+    run: Path | None, policy: str | None, checkpoint: int | None, output: Path, verify: Path | None
+) -> int:
+    """Write what a release says about its routers: JSON, and a section for the model card.
+
+    Exit code as for `check`; with --verify 1 where something differs.
+    """
+    from moe_audit.reports import statement as stating
+    from moe_audit.thresholds.errors import UsageError
+
+    if verify is not None:
+        if run is None:
+            differences = stating.verify(verify)
+        else:
+            with opt.open_named(run) as opened:
+                differences = stating.verify(verify, opened)
+        for line in differences or [f"{verify}: the statement is what the store says"]:
+            click.echo(line)
+        return 1 if differences else 0
+    if run is None:
+        raise UsageError("statement needs a RUN", "or --verify FOLDER")
+    with opt.open_named(run) as opened:
+        content = stating.statement(opened, checkpoint, policy, output)
+    for name in (stating.JSON_NAME, stating.CARD_NAME):
+        click.echo(output / name)
+    click.echo(f"{content['verdict']['status']}: {content['verdict']['sentence']}")
+    return int(content["verdict"]["exit_code"])
+
+
+COMMANDS = (report, statement)
