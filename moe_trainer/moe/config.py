@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
-from moe_audit.thresholds.errors import UsageError
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -18,6 +17,8 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+
+from moe_audit.thresholds.errors import UsageError
 
 Activation = Literal["swiglu", "gpt_oss_swiglu", "relu2"]
 Backend = Literal["auto", "torch", "grouped_gemm", "loop"]
@@ -262,6 +263,11 @@ class SharedExpertsConfig(Config):
             self.router._require(
                 self.router.routing == "token_choice", "routing", "shared experts see every token"
             )
+            self.router._require(
+                self.router.bias_gamma is None and not self.router.score_correction_bias,
+                "bias_gamma",
+                "a router of shared experts selects nothing that a score bias could change",
+            )
             self._require(self.num_experts > 1, "router", "one shared expert is added without a router")
         return self
 
@@ -361,6 +367,11 @@ class MoEConfig(Config):
             not (self.global_load_balancing and self.lb_loss_granularity == "instance"),
             "lb_loss_granularity",
             "global_load_balancing needs local_batch: instances of different ranks have nothing in common",
+        )
+        need(
+            not (self.lb_loss_kind == "dispatch" and self.lb_loss_granularity == "instance"),
+            "lb_loss_kind",
+            "the dispatch loss needs the granularity local_batch",
         )
         need(
             not self.renormalize_after_drop or self.capacity_factor is not None,

@@ -57,6 +57,7 @@ class Dispatcher(nn.Module):
         capacity_factor: None for dropless.
         drop_policy: ``position`` keeps the first, ``probs`` those with the largest weights.
         renormalize: Scale the surviving weights of a token so that they sum to what they did before.
+        expert_choice: The router output has slots that no expert chose.
     """
 
     def __init__(
@@ -65,19 +66,24 @@ class Dispatcher(nn.Module):
         capacity_factor: float | None = None,
         drop_policy: str = "probs",
         renormalize: bool = False,
+        expert_choice: bool = False,
     ) -> None:
         super().__init__()
         self.num_experts = num_experts
         self.capacity_factor = capacity_factor
         self.drop_policy = drop_policy
         self.renormalize = renormalize
+        self.expert_choice = expert_choice
 
     def forward(self, routed: RouterOutput) -> DispatchPlan:
         """Plan the dispatch of one router output."""
         indices_S = routed.indices_TK.reshape(-1)
+        offs_E = routed.counts_E.cumsum(0).to(torch.int32)
         if self.capacity_factor is None:
             slots_N = indices_S.argsort(stable=True)
-            offs_E = routed.counts_E.cumsum(0).to(torch.int32)
+            if self.expert_choice:
+                # The slots that no expert chose are -1 and sort first.
+                slots_N = slots_N[len(slots_N) - int(routed.counts_E.sum()) :]
             return DispatchPlan(slots_N, offs_E, routed.weights_TK, None, None)
         tokens, top_k = routed.indices_TK.shape
         capacity = expert_capacity(tokens, top_k, self.num_experts, self.capacity_factor)

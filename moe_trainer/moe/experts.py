@@ -6,9 +6,11 @@ Shape suffixes: E experts, N rows, D input width, H hidden units, U = H or 2H co
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_trainer.moe import grouped
+from moe_trainer.moe.activations import activate
+from moe_trainer.moe.blocked import blocked_forward
 from moe_trainer.moe.config import UP_FACTOR
 from moe_trainer.moe.router import DTYPES
 
@@ -20,8 +22,11 @@ class Experts(nn.Module):
         num_experts, width, hidden_size: E, D, H.
         activation, alpha, limit: See `MoEConfig`.
         bias: Biases on both matmuls.
+        backend: See `moe_trainer.moe.grouped`.
 
     Attributes:
+        matmul: The seam for other precisions: a function (x_ND, w_EDH, offs_E) -> y_NH that replaces the
+            backend's grouped matmul; None: the backend's.
         w_up_gate: (E, U, D); for swiglu the first half of U is the value, the second the gate; for
             gpt_oss_swiglu they are interleaved, the gate first.
         w_down: (E, H, D).
@@ -38,12 +43,15 @@ class Experts(nn.Module):
         alpha: float = 1.702,
         limit: float | None = None,
         bias: bool = False,
+        backend: str = "auto",
         dtype: str = "float32",
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         self.activation, self.alpha, self.limit = activation, alpha, limit
         self.num_experts = num_experts
+        self.backend = backend
+        self.matmul: grouped.GroupedMatmul | None = None
         up = UP_FACTOR[activation] * hidden_size
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -66,20 +74,46 @@ class Experts(nn.Module):
 
     def forward(self, x_ND: Tensor, offs_E: Tensor) -> Tensor:
         """Apply expert e to rows offs[e-1]:offs[e]; every row belongs to an expert."""
-        hidden_NU = F.grouped_mm(x_ND, self.w_up_gate.transpose(1, 2), offs=offs_E)
-        hidden_NH = activate(hidden_NU, self.activation, self.alpha, self.limit)
-        return F.grouped_mm(hidden_NH, self.w_down, offs=offs_E)
+        matmul = self.matmul or (grouped.BACKENDS[self._backend(x_ND)])
+        dtype = _compute_dtype(x_ND)
+        w_up_gate, w_down = self.w_up_gate.to(dtype), self.w_down.to(dtype)
+        up_NU = matmul(x_ND.to(dtype), w_up_gate.transpose(1, 2), offs_E)
+        if self.b_up_gate is not None:
+            up_NU = up_NU + grouped.expand_rows(self.b_up_gate.to(dtype), offs_E, len(x_ND))
+        act_NH = activate(up_NU, self.activation, self.alpha, self.limit)
+        y_ND = matmul(act_NH, w_down, offs_E)
+        if self.b_down is not None:
+            y_ND = y_ND + grouped.expand_rows(self.b_down.to(dtype), offs_E, len(x_ND))
+        return y_ND
+
+    def combine(self, x_TD: Tensor, weights_TK: Tensor, slots_N: Tensor, offs_E: Tensor) -> Tensor:
+        """Each token's weighted sum of the experts it was dispatched to, in the dtype of x.
+
+        Args:
+            x_TD: Tokens.
+            weights_TK: Weight of each slot.
+            slots_N: Slots t*K + j in expert order; a slot that is left out contributes nothing.
+            offs_E: int32 end of each expert's slots.
+        """
+        if self.matmul is None and self._backend(x_TD) == "loop":
+            dtype = _compute_dtype(x_TD)
+            params = (self.w_up_gate, self.w_down, self.b_up_gate, self.b_down)
+            cast = [None if p is None else p.to(dtype) for p in params]
+            settings = self.activation, self.alpha, self.limit
+            y_TD, _ = blocked_forward(x_TD.to(dtype), weights_TK, slots_N, offs_E, *cast, *settings)
+            out: Tensor = y_TD.to(x_TD.dtype)
+            return out
+        rows_N = slots_N // weights_TK.shape[-1]
+        y_ND = self(x_TD.index_select(0, rows_N), offs_E)
+        y_ND = y_ND * weights_TK.reshape(-1, 1).index_select(0, slots_N).to(y_ND.dtype)
+        return torch.zeros_like(x_TD).index_add(0, rows_N, y_ND.to(x_TD.dtype))
+
+    def _backend(self, x: Tensor) -> str:
+        return grouped.choose(x.device.type) if self.backend == "auto" else self.backend
 
 
-def activate(x_NU: Tensor, activation: str, alpha: float, limit: float | None) -> Tensor:
-    """The activation of an expert, from the columns of the first matmul to the hidden units."""
-    if activation == "relu2":
-        return x_NU.relu().square()
-    if activation == "swiglu":
-        value_NH, gate_NH = x_NU.chunk(2, dim=-1)
-        return value_NH * F.silu(gate_NH)
-    gate_NH, value_NH = x_NU[..., ::2], x_NU[..., 1::2]
-    if limit is not None:
-        gate_NH = gate_NH.clamp(max=limit)
-        value_NH = value_NH.clamp(-limit, limit)
-    return (value_NH + 1) * gate_NH * torch.sigmoid(alpha * gate_NH)
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    """The autocast dtype where autocast is on (grouped matmuls are not covered by it), else that of x."""
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype

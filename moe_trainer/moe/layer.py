@@ -7,30 +7,18 @@ N kept assignments in expert order.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe_trainer.moe import losses
+from moe_trainer.moe.balance import LoadCounter, LoadStats, MoELosses, PendingBalance, update_score_bias
 from moe_trainer.moe.config import MoEConfig
-from moe_trainer.moe.dispatch import Dispatcher, DispatchPlan
+from moe_trainer.moe.dispatch import Dispatcher
 from moe_trainer.moe.experts import Experts
 from moe_trainer.moe.router import Router, RouterOutput
-
-
-class MoELosses(NamedTuple):
-    """Router losses of one forward pass of one layer.
-
-    Attributes:
-        total: Differentiable scalar: the weighted sum, scaled by layers; 0 outside training.
-        balance, z: Detached, without weight and scale; None where switched off or outside training.
-    """
-
-    total: Tensor
-    balance: Tensor | None
-    z: Tensor | None
+from moe_trainer.moe.shared import LatentProjections, SharedExperts
 
 
 class MoE(nn.Module):
@@ -48,10 +36,10 @@ class MoE(nn.Module):
         router: `Router`; its parameters form a group of their own in the optimizer.
         dispatcher: `Dispatcher`; its output tells which assignments were dropped.
         experts: `Experts`.
+        shared: `SharedExperts`, or None.
+        latent: `LatentProjections`, or None.
+        load: `LoadCounter` of the optimizer step.
     """
-
-    counts_E: Tensor
-    dropped_E: Tensor
 
     def __init__(
         self,
@@ -74,6 +62,7 @@ class MoE(nn.Module):
             config.capacity_factor,
             config.drop_policy,
             config.renormalize_after_drop,
+            config.router.routing == "expert_choice",
         )
         self.experts = Experts(
             config.num_experts,
@@ -83,18 +72,30 @@ class MoE(nn.Module):
             alpha=config.activation_alpha,
             limit=config.activation_limit,
             bias=config.bias,
+            backend=config.backend,
             dtype=config.dtype,
             device=device,
         )
-        for name in ("counts_E", "dropped_E"):
-            zeros = torch.zeros(config.num_experts, dtype=torch.int64, device=device)
-            self.register_buffer(name, zeros, persistent=False)
+        self.shared = None
+        if config.shared_mlp is not None:
+            self.shared = SharedExperts(
+                config.shared_mlp,
+                d_model,
+                backend=config.backend,
+                dtype=config.dtype,
+                device=device,
+            )
+        self.latent = None
+        if config.latent is not None:
+            self.latent = LatentProjections(config.latent, d_model, dtype=config.dtype, device=device)
+        self.load = LoadCounter(config.num_experts, device)
         self.reset_parameters(init_std, generator)
 
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
         """Draw new weights for every part."""
-        for part in (self.router, self.experts):
-            part.reset_parameters(std, generator)
+        for part in (self.router, self.experts, self.shared, self.latent):
+            if part is not None:
+                part.reset_parameters(std, generator)
 
     def forward(self, x_BSD: Tensor, *, loss_divisor: float | None = None) -> tuple[Tensor, MoELosses]:
         """Output of the shape of the input, and the router losses.
@@ -106,78 +107,83 @@ class MoE(nn.Module):
         x_TD = x_BSD.reshape(-1, self.d_model)
         routed = self.router(x_TD)
         plan = self.dispatcher(routed)
-        self._count(routed, plan)
-        rows_N = plan.slots_N // routed.indices_TK.shape[-1]
-        y_ND = self.experts(x_TD.index_select(0, rows_N), plan.offs_E)
-        y_ND = y_ND * plan.weights_TK.reshape(-1, 1).index_select(0, plan.slots_N).to(y_ND.dtype)
-        y_TD = torch.zeros_like(x_TD).index_add(0, rows_N, y_ND)
+        self.load(routed.counts_E, plan.dropped_E)
+        x_TL = x_TD if self.latent is None else self.latent.prepare_routed_input(x_TD)
+        y_TL = self.experts.combine(x_TL, plan.weights_TK, plan.slots_N, plan.offs_E)
+        y_TD = y_TL if self.latent is None else self.latent.restore_routed_output(y_TL)
+        if self.shared is not None:
+            y_TD = y_TD + self.shared(x_TD)
         instances = x_BSD.shape[0] if x_BSD.dim() == 3 else 1
         return y_TD.view_as(x_BSD), self.router_losses(routed, instances, loss_divisor)
 
     def router_losses(
         self, routed: RouterOutput, instances: int = 1, divisor: float | None = None
     ) -> MoELosses:
-        """The weighted router losses of one router output (training with gradients only)."""
+        """The weighted router losses of one router output (in training with gradients only).
+
+        Args:
+            routed: Output of `router`.
+            instances: Sequences among the tokens, for the granularity ``instance``.
+            divisor: D of the loss formulas; None: the tokens.
+        """
         c = self.config
         total = routed.logits_TE.new_zeros(())
-        balance = z = None
+        balance = z = pending = None
         if not (self.training and torch.is_grad_enabled()):
-            return MoELosses(total, balance, z)
+            return MoELosses(total)
         divisor = max(1, routed.logits_TE.shape[0]) if divisor is None else divisor
-        if c.lb_loss_weight is not None:
-            scores_TE = losses.normalized_scores(routed.scores_TE, c.router.gating_function)
-            if c.lb_loss_granularity == "instance":
-                loss = losses.instance_balance_loss(scores_TE, routed.indices_TK, instances, divisor)
+        if c.lb_loss_weight is not None and c.router.routing == "token_choice":
+            weight = c.lb_loss_weight * self.loss_scale
+            if c.global_load_balancing and dist.is_initialized():
+                pending = self._pending_balance(routed, divisor, weight)
             else:
-                loss = losses.balance_loss(scores_TE, routed.counts_E, c.router.top_k, divisor)
-            total = total + c.lb_loss_weight * self.loss_scale * loss
-            balance = loss.detach()
+                loss = self._balance_loss(routed, instances, divisor)
+                total = total + weight * loss
+                balance = loss.detach()
         if c.z_loss_weight is not None:
             loss = losses.z_loss(routed.logits_TE, divisor)
             total = total + c.z_loss_weight * self.loss_scale * loss
             z = loss.detach()
-        return MoELosses(total, balance, z)
+        return MoELosses(total, balance, z, pending)
 
-    @torch.no_grad()
-    def _count(self, routed: RouterOutput, plan: DispatchPlan) -> None:
-        # In the recompute of activation checkpointing a backward pass is running: counted already.
-        if not self.training or torch._C._current_graph_task_id() != -1:
-            return
-        self.counts_E += routed.counts_E
-        if plan.dropped_E is not None:
-            self.dropped_E += plan.dropped_E
+    def _balance_loss(self, routed: RouterOutput, instances: int, divisor: float) -> Tensor:
+        c = self.config
+        if c.lb_loss_kind == "dispatch":
+            return losses.dispatch_loss(routed.logits_TE, routed.indices_TK, routed.counts_E, divisor)
+        scores_TE = losses.normalized_scores(routed.scores_TE, c.router.gating_function)
+        if c.lb_loss_granularity == "instance":
+            return losses.instance_balance_loss(scores_TE, routed.indices_TK, instances, divisor)
+        return losses.balance_loss(scores_TE, routed.counts_E, c.router.top_k, divisor)
+
+    def _pending_balance(self, routed: RouterOutput, divisor: float, weight: float) -> PendingBalance:
+        c = self.config
+        if c.lb_loss_kind == "dispatch":
+            scores_TE = losses.nearness(routed.logits_TE, routed.indices_TK)
+        else:
+            scores_TE = losses.normalized_scores(routed.scores_TE, c.router.gating_function)
+        factor = c.num_experts / c.router.top_k / divisor
+        return PendingBalance(losses.mean_over_tokens(scores_TE), routed.counts_E, factor, weight)
 
 
-class LoadStats(NamedTuple):
-    """Loads of one layer over one optimizer step, summed over the ranks.
+def orthogonal_losses(layers: Iterable[MoE]) -> Tensor:
+    """Weighted, layer-scaled sum of the orthogonal losses of the layers that have one.
 
-    Attributes:
-        counts_E: Assignments per expert, before any drop.
-        dropped_E: Dropped ones.
+    It depends on the router weights only: add it to the loss of one micro-batch per optimizer step.
     """
-
-    counts_E: Tensor
-    dropped_E: Tensor
-
-    @property
-    def load_imbalance(self) -> float | None:
-        """max / mean load; None without tokens."""
-        total = int(self.counts_E.sum())
-        return int(self.counts_E.max()) * len(self.counts_E) / total if total else None
-
-    @property
-    def drop_rate(self) -> float | None:
-        """Dropped / all assignments; None without tokens."""
-        total = int(self.counts_E.sum())
-        return int(self.dropped_E.sum()) / total if total else None
+    total = torch.zeros(())
+    for layer in layers:
+        if layer.config.orth_loss_weight is not None:
+            loss = losses.orthogonal_loss(layer.router.weight)
+            total = total.to(loss.device) + layer.config.orth_loss_weight * layer.loss_scale * loss
+    return total
 
 
 @torch.no_grad()
 def post_step(layers: Iterable[MoE], group: dist.ProcessGroup | None = None) -> list[LoadStats]:
-    """Update the score biases; call once per optimizer step, after the last backward pass and before it.
+    """Update the score biases: once per optimizer step, after the last backward pass, before `step()`.
 
-    bias += gamma * sign(mean load - load), from the counts of the whole batch. The counts of all layers
-    are summed over the ranks of `group` in one collective, then the accumulators are reset.
+    The counts of all layers are summed over the ranks of `group` in one collective, then the counters are
+    reset.
 
     Args:
         layers: All MoE layers of this rank.
@@ -189,17 +195,12 @@ def post_step(layers: Iterable[MoE], group: dist.ProcessGroup | None = None) -> 
     layers = list(layers)
     if not layers:
         return []
-    flat = torch.cat([part for layer in layers for part in (layer.counts_E, layer.dropped_E)])
+    flat = torch.cat([part for layer in layers for part in (layer.load.counts_E, layer.load.dropped_E)])
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(flat, group=group)
-    parts = flat.split([layer.config.num_experts for layer in layers for _ in range(2)])
-    stats = []
-    for layer, counts_E, dropped_E in zip(layers, parts[::2], parts[1::2], strict=True):
-        gamma, bias = layer.config.router.bias_gamma, layer.router.score_bias
-        if gamma is not None and bias is not None:
-            load_E = counts_E.double()
-            bias += gamma * (load_E.mean() - load_E).sign()
-        layer.counts_E.zero_()
-        layer.dropped_E.zero_()
-        stats.append(LoadStats(counts_E, dropped_E))
+    parts = flat.split_with_sizes([n for layer in layers for n in [layer.config.num_experts] * 2])
+    stats = [LoadStats(*pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
+    for layer, load in zip(layers, stats, strict=True):
+        update_score_bias(layer.router, load.counts_E)
+        layer.load.reset()
     return stats

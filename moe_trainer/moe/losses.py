@@ -1,7 +1,7 @@
 """Router losses: load balance, z and orthogonality.
 
 Shape suffixes: T tokens, E experts, K selected experts per token, D model width, B instances. All losses are
-returned without their weights. `divisor` is D of the formulas: the tokens that the loss is averaged over. With
+returned without their weights. `divisor` is D of the formulas, the tokens the loss is averaged over: with
 gradient accumulation it is the tokens of the whole batch over the data-parallel size.
 """
 
@@ -21,9 +21,14 @@ def normalized_scores(scores_TE: Tensor, gating_function: str) -> Tensor:
     return scores_TE
 
 
+def mean_over_tokens(values_TE: Tensor) -> Tensor:
+    """Mean over the tokens; zero, with a gradient, where there are none."""
+    return values_TE.sum(0) / max(1, values_TE.shape[0])
+
+
 def balance_loss(scores_TE: Tensor, counts_E: Tensor, top_k: int, divisor: float) -> Tensor:
     """(E/k) * dot(counts, mean score) / D over the whole batch (Switch Transformer, Fedus et al. 2021)."""
-    mean_E = scores_TE.mean(0) if scores_TE.shape[0] else scores_TE.sum(0)
+    mean_E = mean_over_tokens(scores_TE)
     return scores_TE.shape[-1] / top_k / divisor * torch.dot(counts_E.to(mean_E.dtype), mean_E)
 
 
@@ -49,3 +54,29 @@ def orthogonal_loss(weight_ED: Tensor) -> Tensor:
     gram_EE = unit_ED @ unit_ED.T
     eye_EE = torch.eye(len(gram_EE), device=gram_EE.device)
     return (gram_EE - eye_EE).square().sum() / len(gram_EE) ** 2
+
+
+def dispatch_loss(logits_TE: Tensor, indices_TK: Tensor, counts_E: Tensor, divisor: float) -> Tensor:
+    """Balance loss on where the tokens really went, not on mean probabilities.
+
+    (E/k) * sum_e count_e * mean_t near_te / D with `nearness`: the tokens close to the threshold of a busy
+    expert are pushed over it, the probabilities of the others keep their shape. At balance the gradient is
+    zero.
+    """
+    num_experts, top_k = logits_TE.shape[-1], indices_TK.shape[-1]
+    near_E = mean_over_tokens(nearness(logits_TE, indices_TK))
+    return num_experts / top_k / divisor * torch.dot(counts_E.to(near_E.dtype), near_E)
+
+
+def nearness(logits_TE: Tensor, indices_TK: Tensor) -> Tensor:
+    """sigmoid(logit - threshold), less its mean over the experts, (T, E).
+
+    The threshold of a token lies halfway between its worst selected and its best other logit; it has no
+    gradient. Subtracting the mean makes equal loads give no gradient at all.
+    """
+    with torch.no_grad():
+        worst_T1 = logits_TE.gather(-1, indices_TK).amin(-1, keepdim=True)
+        other_T1 = logits_TE.scatter(-1, indices_TK, -torch.inf).amax(-1, keepdim=True)
+        threshold_T1 = (worst_T1 + other_T1) / 2
+    near_TE = torch.sigmoid(logits_TE - threshold_T1)
+    return near_TE - near_TE.mean(-1, keepdim=True)

@@ -24,7 +24,7 @@ class RouterOutput(NamedTuple):
 
     Attributes:
         weights_TK: fp32 weights of the selected experts, after normalisation and scaling.
-        indices_TK: int64 selected experts.
+        indices_TK: int64 selected experts. For `expert_choice` K is E and -1 marks what was not chosen.
         counts_E: int64 assignments per expert: the demand, before any drop.
         scores_TE: fp32 probabilities (softmax) or sigmoid scores, without the score bias.
         logits_TE: fp32 logits.
@@ -37,8 +37,8 @@ class RouterOutput(NamedTuple):
     logits_TE: Tensor
 
 
-class Router(nn.Module):
-    """Linear router with fp32 logits.
+class ScoringRouter(nn.Module):
+    """Scores every expert for every token: fp32 logits of a linear map, then the gating function.
 
     Args:
         config: Settings; see `RouterConfig`.
@@ -47,71 +47,40 @@ class Router(nn.Module):
     Attributes:
         weight: (E, D) parameter.
         bias: (E,) parameter, or None.
-        score_bias: (E,) fp32 buffer that is added to the scores for selection only, or None. It stays
-            fp32 whatever the module is cast to: in bf16 a step of 1e-3 is lost beyond +-0.5.
     """
-
-    score_bias: Tensor | None
 
     def __init__(self, config: RouterConfig, device: torch.device | str | None = None) -> None:
         super().__init__()
         self.config = config
         dtype = DTYPES[config.dtype]
-        self.weight = nn.Parameter(
-            torch.empty(config.num_experts, config.d_model, dtype=dtype, device=device)
-        )
-        self.bias = (
-            nn.Parameter(torch.empty(config.num_experts, dtype=dtype, device=device)) if config.bias else None
-        )
-        biased = config.bias_gamma is not None or config.score_correction_bias
-        self.register_buffer("score_bias", torch.zeros(config.num_experts, device=device) if biased else None)
-        self.reset_parameters()
+        shape = config.num_experts, config.d_model
+        self.weight = nn.Parameter(torch.empty(*shape, dtype=dtype, device=device))
+        bias = torch.empty(config.num_experts, dtype=dtype, device=device) if config.bias else None
+        self.bias = None if bias is None else nn.Parameter(bias)
 
     @torch.no_grad()
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
-        """Truncated normal weights (cut at 3 std), zero bias and score bias."""
+        """Truncated normal weights (cut at 3 std), zero bias."""
         nn.init.trunc_normal_(self.weight, std=std, a=-3 * std, b=3 * std, generator=generator)
-        for zeroed in (self.bias, self.score_bias):
-            if zeroed is not None:
-                zeroed.zero_()
+        if self.bias is not None:
+            self.bias.zero_()
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
-        kept = self.score_bias
-        super()._apply(fn, recurse)
-        if kept is not None and self.score_bias is not None:
-            moved = self.score_bias
-            self.score_bias = moved.float() if kept.is_meta else kept.to(moved.device)
-        return self
+    def logits(self, x: Tensor) -> Tensor:
+        """x W^T (+ bias), divided by the temperature; (T, E), in fp32 also under autocast.
 
-    def forward(self, x: Tensor) -> RouterOutput:
-        """Select experts for x of shape (..., D); leading dimensions are flattened to T tokens."""
+        In training the input is multiplied by uniform(1 - jitter_eps, 1 + jitter_eps).
+        """
         c = self.config
         x_TD = x.reshape(-1, c.d_model)
         if self.training and c.jitter_eps is not None:
             x_TD = x_TD * (1 - c.jitter_eps + torch.rand_like(x_TD) * (2 * c.jitter_eps))
-        logits_TE = self.logits(x_TD)
-        scores_TE = self.scores(logits_TE)
-        if c.routing == "expert_choice":
-            raise NotImplementedError
-        indices_TK = self.select(logits_TE if c.gating_function == "topk_softmax" else scores_TE)
-        if c.gating_function == "topk_softmax":
-            weights_TK = logits_TE.gather(-1, indices_TK).softmax(-1)
-        else:
-            weights_TK = scores_TE.gather(-1, indices_TK)
-        weights_TK = self.scale(weights_TK)
-        return RouterOutput(
-            weights_TK, indices_TK, expert_counts(indices_TK, c.num_experts), scores_TE, logits_TE
-        )
-
-    def logits(self, x_TD: Tensor) -> Tensor:
-        """x W^T (+ bias), divided by the temperature, in fp32 also under autocast."""
         with torch.autocast(x_TD.device.type, enabled=False):
             bias = None if self.bias is None else self.bias.float()
             logits_TE = F.linear(x_TD.float(), self.weight.float(), bias)
-        return logits_TE if self.config.temperature == 1.0 else logits_TE / self.config.temperature
+        return logits_TE if c.temperature == 1.0 else logits_TE / c.temperature
 
     def scores(self, logits_TE: Tensor) -> Tensor:
-        """Softmax over the experts, or sigmoid + epsilon. Random ones for `random_expert_assignment`."""
+        """Softmax over the experts, or sigmoid + epsilon; random with `random_expert_assignment`."""
         if self.config.gating_function == "sigmoid":
             scores_TE = logits_TE.sigmoid() + self.config.sigmoid_stability_epsilon
         else:
@@ -120,6 +89,73 @@ class Router(nn.Module):
             # Zero times the scores keeps the backward pass of a system test complete.
             scores_TE = scores_TE * 0 + torch.rand_like(scores_TE)
         return scores_TE
+
+    def normalize(self, weights: Tensor) -> Tensor:
+        """Divide by the configured norm over the last axis."""
+        p = self.config.normalize_expert_weights
+        if p is None:
+            return weights
+        # A token that no expert chose (expert_choice) has no weights to normalise.
+        tiny = torch.finfo(weights.dtype).tiny
+        return weights / torch.linalg.vector_norm(weights, p, dim=-1, keepdim=True).clamp_min(tiny)
+
+
+class DenseRouter(ScoringRouter):
+    """Weights for all experts: mixes the shared experts of a layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The (normalised) scores of all experts, (T, E)."""
+        return self.normalize(self.scores(self.logits(x)))
+
+
+class Router(ScoringRouter):
+    """Selects k experts per token (or, for `expert_choice`, tokens per expert).
+
+    Attributes:
+        score_bias: (E,) fp32 buffer that is added to the scores for selection only, or None. It stays
+            fp32 whatever the module is cast to: in bf16 a step of 1e-3 is lost beyond +-0.5.
+    """
+
+    score_bias: Tensor | None
+
+    def __init__(self, config: RouterConfig, device: torch.device | str | None = None) -> None:
+        super().__init__(config, device)
+        biased = config.bias_gamma is not None or config.score_correction_bias
+        bias_E = torch.zeros(config.num_experts, device=device) if biased else None
+        self.register_buffer("score_bias", bias_E)
+        self.reset_parameters()
+
+    def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
+        """Truncated normal weights (cut at 3 std), zero bias and score bias."""
+        super().reset_parameters(std, generator)
+        if self.score_bias is not None:
+            self.score_bias.zero_()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        kept = self.score_bias
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if kept is not None and self.score_bias is not None:
+            moved = self.score_bias
+            self.score_bias = moved.float() if kept.is_meta else kept.to(moved.device)
+        return self
+
+    def forward(self, x: Tensor) -> RouterOutput:
+        """Select experts for x of shape (..., D); leading dimensions are flattened to T tokens."""
+        c = self.config
+        logits_TE = self.logits(x)
+        scores_TE = self.scores(logits_TE)
+        if c.routing == "expert_choice":
+            indices_TK = self.select_tokens(scores_TE)
+            weights_TK = scores_TE * (indices_TK >= 0)
+        elif c.gating_function == "topk_softmax":
+            indices_TK = self.select(logits_TE)
+            weights_TK = logits_TE.gather(-1, indices_TK).softmax(-1)
+        else:
+            indices_TK = self.select(scores_TE)
+            weights_TK = scores_TE.gather(-1, indices_TK)
+        weights_TK = self.scale(weights_TK)
+        counts_E = expert_counts(indices_TK, c.num_experts)
+        return RouterOutput(weights_TK, indices_TK, counts_E, scores_TE, logits_TE)
 
     @torch.no_grad()
     def select(self, values_TE: Tensor) -> Tensor:
@@ -134,12 +170,25 @@ class Router(nn.Module):
             # float64 holds the grid exactly at every magnitude of an fp32 value.
             values_TE = (values_TE.double() * 2.0**c.score_quantization).round_()
         if c.n_group is not None and c.topk_group is not None:
-            values_TGP = values_TE.unflatten(-1, (c.n_group, -1))
+            values_TGP = values_TE.view(-1, c.n_group, c.num_experts // c.n_group)
             best_TG = values_TGP.topk(min(2, values_TGP.shape[-1]), dim=-1).values.sum(-1)
-            groups_TG = torch.ones_like(best_TG, dtype=torch.bool)
-            groups_TG.scatter_(-1, self._top(best_TG, c.topk_group), False)
-            values_TE = values_TGP.masked_fill(groups_TG.unsqueeze(-1), -torch.inf).flatten(-2)
+            outside_TG = torch.ones_like(best_TG, dtype=torch.bool)
+            outside_TG.scatter_(-1, self._top(best_TG, c.topk_group), False)
+            values_TE = values_TGP.masked_fill(outside_TG.unsqueeze(-1), -torch.inf).flatten(-2)
         return self._top(values_TE, c.top_k)
+
+    @torch.no_grad()
+    def select_tokens(self, scores_TE: Tensor) -> Tensor:
+        """`expert_choice`: column e is e where expert e chose the token, else -1.
+
+        Each expert takes the ceil(T*k/E) tokens it scores highest (Zhou et al. 2022).
+        """
+        tokens, num_experts = scores_TE.shape
+        share = min(tokens, -(-tokens * self.config.top_k // num_experts))
+        chosen_ET = scores_TE.T.topk(share, dim=-1).indices
+        columns_TE = torch.full_like(scores_TE, -1, dtype=torch.int64)
+        experts_ET = torch.arange(num_experts, device=scores_TE.device).unsqueeze(-1)
+        return columns_TE.T.scatter(-1, chosen_ET, experts_ET.expand_as(chosen_ET)).T
 
     def _top(self, values: Tensor, k: int) -> Tensor:
         if self.config.tie_break:
@@ -151,8 +200,7 @@ class Router(nn.Module):
     def scale(self, weights_TK: Tensor) -> Tensor:
         """Normalise the selected weights and apply the weight scalings."""
         c = self.config
-        if c.normalize_expert_weights is not None:
-            weights_TK = weights_TK / weights_TK.norm(p=c.normalize_expert_weights, dim=-1, keepdim=True)
+        weights_TK = self.normalize(weights_TK)
         factor = c.expert_weight_scale if c.expert_weight_scale is not None else 1.0
         if c.restore_weight_scale:
             factor *= c.top_k
@@ -162,7 +210,7 @@ class Router(nn.Module):
 
 
 def expert_counts(indices: Tensor, num_experts: int) -> Tensor:
-    """How often each expert occurs in `indices`, int64, without a host synchronisation."""
+    """How often each expert occurs in `indices` (-1: none), int64, without a host synchronisation."""
     flat = indices.reshape(-1)
     counts_E = torch.zeros(num_experts, dtype=torch.int64, device=flat.device)
-    return counts_E.scatter_add_(0, flat, torch.ones_like(flat))
+    return counts_E.scatter_add_(0, flat.clamp_min(0), (flat >= 0).long())

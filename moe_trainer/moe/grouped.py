@@ -1,0 +1,67 @@
+"""Grouped matmul: each expert's rows times its own matrix, by one of three backends.
+
+Shape suffixes: E experts, N rows in expert order, D inner width, H outer width. `offs_E` holds the int32 end
+of each expert's rows and ends at N: `F.grouped_mm` leaves rows beyond the last offset uninitialised.
+
+- ``torch``: `torch.nn.functional.grouped_mm`; the choice on CUDA. Rows must be multiples of 16 bytes.
+- ``grouped_gemm``: the CUDA package of that name (extra `grouped-gemm`), for devices that torch's kernel
+  does not cover.
+- ``loop``: one matmul per expert, for every dtype and width. The choice on CPU, where the layer fuses it with
+  gather and scatter (see `moe_trainer.moe.blocked`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_audit.thresholds.errors import UsageError
+
+GroupedMatmul = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def torch_mm(x_ND: Tensor, w_EDH: Tensor, offs_E: Tensor) -> Tensor:
+    """Grouped matmul of torch."""
+    return F.grouped_mm(x_ND, w_EDH, offs=offs_E)
+
+
+def grouped_gemm_mm(x_ND: Tensor, w_EDH: Tensor, offs_E: Tensor) -> Tensor:
+    """Grouped matmul of the package grouped_gemm, which returns bf16 whatever went in."""
+    try:
+        from grouped_gemm import ops
+    except ImportError:
+        raise UsageError(
+            "backend = 'grouped_gemm': the package is not installed", "pip install 'moe-audit[grouped-gemm]'"
+        ) from None
+    sizes_E = offs_E.diff(prepend=offs_E.new_zeros(1)).long().cpu()
+    y_NH: Tensor = ops.gmm(x_ND, w_EDH.contiguous(), sizes_E)
+    return y_NH.to(x_ND.dtype)
+
+
+def loop_mm(x_ND: Tensor, w_EDH: Tensor, offs_E: Tensor) -> Tensor:
+    """One matmul per expert; unbinding first keeps the backward pass linear in E."""
+    offs = offs_E.tolist()
+    sizes = [end - start for start, end in zip([0, *offs], offs, strict=False)]
+    groups = zip(x_ND.split_with_sizes(sizes), w_EDH.unbind(0), strict=True)
+    return torch.cat([x_nD @ w_DH for x_nD, w_DH in groups])
+
+
+BACKENDS: dict[str, GroupedMatmul] = {
+    "torch": torch_mm,
+    "grouped_gemm": grouped_gemm_mm,
+    "loop": loop_mm,
+}
+
+
+def choose(device_type: str) -> str:
+    """The backend for ``auto``: measured on CPU; on CUDA the one with a kernel for every group size."""
+    return "loop" if device_type == "cpu" else "torch"
+
+
+def expand_rows(bias_EH: Tensor, offs_E: Tensor, rows: int) -> Tensor:
+    """Each row's bias, (N, H)."""
+    sizes_E = offs_E.diff(prepend=offs_E.new_zeros(1))
+    return bias_EH.repeat_interleave(sizes_E, dim=0, output_size=rows)
