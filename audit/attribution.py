@@ -58,8 +58,8 @@ def attribute(before_SE: Array, after_SE: Array) -> Shift:
     w0, w1 = (m.divide(n.sum(-1), n.sum()) for n in (before_SE, after_SE))
     change_SE = m.shares(after_SE) - m.shares(before_SE)  # NaN where a source is absent: all of it is mix
     by_source_S = 0.5 * np.abs((w0 + w1)[:, None] / 2 * np.nan_to_num(change_SE)).sum(-1)
-    half = [0.5 * float(np.abs(x).sum()) for x in (router_E + mix_E, router_E, mix_E)]
-    return Shift(*half, router_E, mix_E, by_source_S)
+    total, router, mix = (0.5 * float(np.abs(x).sum()) for x in (router_E + mix_E, router_E, mix_E))
+    return Shift(total, router, mix, router_E, mix_E, by_source_S)
 
 
 def shift_note(frame: LayerFrame, w: int) -> str | None:

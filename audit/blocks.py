@@ -92,7 +92,11 @@ def _read_group(
             info,
             np.zeros((B, S, E), np.int64),
             np.zeros(B, np.int64),
-            *(np.zeros(R, t) for t in (bool, bool, np.int64, np.int64, np.int64)),
+            np.zeros(R, bool),
+            np.zeros(R, bool),
+            np.zeros(R, np.int64),
+            np.zeros(R, np.int64),
+            np.zeros(R, np.int64),
             series=(np.zeros((R, E), np.uint32), np.zeros((R, S), np.int64)) if series else None,
         )
     rows = np.flatnonzero(block_R >= 0)

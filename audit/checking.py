@@ -20,6 +20,7 @@ from moe_audit.thresholds.policy import Policy, load_policy
 from moe_audit.verdict import Grid, Status, Verdict
 from moe_audit.windows import CHECKPOINT_WINDOWS
 
+UNCOUNTED = ("health", "drift")  # families that can pass where no gate on the counts could be decided
 EVEN_LOSS = 1.1  # a balancing loss N*sum f*P below this looks fine
 
 
@@ -195,8 +196,8 @@ class _Judge:
             self.problems.append(
                 problem(
                     "balancing_loss",
-                    f"layer {frame.info.layer}, steps {steps}: the balancing loss N*sum f*P is"
-                    f" {loss_W[w]:.3f}, near its floor of 1, while dispatch fails: it does not see what is dispatched",
+                    f"layer {frame.info.layer}, steps {steps}: balancing loss N*sum f*P = {loss_W[w]:.3f}"
+                    " is near its floor of 1, while dispatch fails: judge the counts, not the loss",
                 )
             )
 
@@ -243,7 +244,7 @@ class _Judge:
         if Status.FAIL in tally.unwaived.values():
             return Status.FAIL, None
         count = int((windows.disjoint_W if policy.count_windows == "disjoint" else windows.judged_W).sum())
-        if not tally.decided:
+        if not any(GATES[gate].family not in UNCOUNTED for gate in tally.decided):
             return Status.INSUFFICIENT, {
                 "message": "nothing was judged: " + _reasons(tally.totals, self.skipped),
                 "remedy": "record more tokens a window",

@@ -20,7 +20,8 @@ Floats = npt.NDArray[np.float64]
 def divide(a: Array | float, b: Array | float) -> Floats:
     """a / b as float64; NaN where b is 0."""
     a, b = np.broadcast_arrays(np.asarray(a, np.float64), np.asarray(b, np.float64))
-    return np.divide(a, b, out=np.full(b.shape, np.nan), where=b != 0)
+    out: Floats = np.divide(a, b, out=np.full(b.shape, np.nan), where=b != 0)
+    return out
 
 
 def shares(n: Array) -> Floats:
@@ -51,7 +52,7 @@ def max_load(n: Array) -> Floats:
     >>> float(max_load(np.array([2, 1, 1, 0])))
     2.0
     """
-    return n.shape[-1] * divide(n.max(axis=-1), n.sum(axis=-1))
+    return float(n.shape[-1]) * divide(n.max(axis=-1), n.sum(axis=-1))
 
 
 def min_load(n: Array) -> Floats:
@@ -60,7 +61,7 @@ def min_load(n: Array) -> Floats:
     >>> float(min_load(np.array([3, 1])))
     0.5
     """
-    return n.shape[-1] * min_share(n)
+    return float(n.shape[-1]) * min_share(n)
 
 
 def min_share(n: Array) -> Floats:
@@ -290,7 +291,7 @@ def source_headroom(n_SE: Array, capacity_factor: float) -> Floats:
         b_SE = np.where(grows, divide(capacity_factor / N - p_E, np.where(grows, p_SE - p_E, 0)), np.inf)
         b_S = b_SE.min(-1)
         over = (p_E > capacity_factor / N).any(-1)
-    share = np.where(b_S > 1, np.nan, b_S + (1 - b_S) * w_S)
+        share = np.where(b_S > 1, np.nan, b_S + (1 - b_S) * w_S)
     return np.where(n_SE.sum(-1) == 0, np.nan, np.where(over, 0.0, share))
 
 

@@ -81,17 +81,17 @@ class LayerFrame:
     @cached_property
     def n_WE(self) -> Ints:
         """Picks summed over sources."""
-        return self.counts_WSE.sum(1)
+        return np.asarray(self.counts_WSE.sum(1))
 
     @cached_property
     def m_W(self) -> Ints:
         """Assignments M of the window."""
-        return self.n_WE.sum(-1)
+        return np.asarray(self.n_WE.sum(-1))
 
     @cached_property
     def m_WS(self) -> Ints:
         """Assignments M_s of each source."""
-        return self.counts_WSE.sum(-1)
+        return np.asarray(self.counts_WSE.sum(-1))
 
     @cached_property
     def p_WE(self) -> Floats:
@@ -244,7 +244,7 @@ def analyse(
         first_step, last_step: Only records within these steps.
         checkpoint: Only records up to this step; the last window may end there.
         last: Judge only so many windows, the last ones.
-        layers, sources: Only these.
+        layers, sources: Only these; "all" among the sources: all of them.
         judged_only: Leave out windows that are neither judged nor compared with.
 
     Raises:
@@ -253,7 +253,7 @@ def analyse(
     """
     infos = run.layers if layers is None else [run.layer_info(layer) for layer in dict.fromkeys(layers)]
     ids = list(range(len(run.sources)))
-    if sources is not None:
+    if sources is not None and "all" not in sources:
         for name in sources:
             if name not in run.sources:
                 raise UsageError(f"{run.path} has no source {name!r}", nearest(name, run.sources))

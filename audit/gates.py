@@ -130,7 +130,7 @@ def _evenness(gate: str, f: LayerFrame, looks: Looks, source: int | None) -> Col
         _EVENNESS[gate](n_WE),
         floors.floor(gate, noise_W, f.N),
         _effective_tokens(f, source),
-        _scaled(noise_W, tokens_W, lambda limit: floors.excess(gate, limit, f.N)),
+        lambda w, limit: float(floors.tokens_needed(gate, limit, f.N, f.k, f.phi1_W[w], z)) - tokens_W[w],
         lambda w, limit: _uneven(gate, n_WE[w], limit),
         lambda w: _saturation_note(n_WE[w], f.k, f.N),
     )
@@ -150,8 +150,8 @@ def _uneven(gate: str, n_E: Array, limit: float) -> Array:
 
 def _saturation_note(n_E: Array, top_k: int, num_experts: int) -> str | None:
     notes = []
-    full = np.flatnonzero(n_E * top_k >= n_E.sum()) if top_k < num_experts and n_E.any() else []
-    if len(full):
+    full = np.flatnonzero(n_E * top_k >= n_E.sum())
+    if top_k < num_experts and n_E.any() and len(full):
         notes.append(f"saturated: every token uses expert {', '.join(map(str, full))} (share 1/top_k)")
     dead = np.flatnonzero(n_E == 0)
     if len(dead):
@@ -287,12 +287,14 @@ def _capacity_use(gate: str, f: LayerFrame, looks: Looks, source: int | None) ->
     batches_W = np.zeros(len(f.m_W)) if f.batches_W is None else f.batches_W
     per_batch_W = m.divide(f.tokens_W(), batches_W)  # tokens of one micro-batch
     z = looks.z(f.N, draws=float(batches_W.max(initial=1)))
-    noise_W = z * floors.cv_floor(f.N, f.k, np.nan_to_num(per_batch_W) * f.k)
+    noise_W = floors.max_vio_floor(f.N, f.k, np.nan_to_num(per_batch_W) * f.k, z=z)
     return Column(
         m.divide(peak_WE.max(-1), capacity),
         np.where(np.isfinite(noise_W), (1 + noise_W) / capacity, np.nan),
         np.nan_to_num(per_batch_W),
-        _scaled(noise_W, per_batch_W, lambda limit: limit * capacity - 1),
+        lambda w, limit: (
+            float(floors.tokens_needed("max_load", limit * capacity, f.N, f.k, z=z)) - per_batch_W[w]
+        ),
         lambda w, limit: np.flatnonzero(peak_WE[w] > limit * capacity),
         unit="tokens in a micro-batch",
     )

@@ -158,7 +158,7 @@ class Tally:
         w = int(badness_W.argmax())
         if judged.gate not in self.worst or badness_W[w] > self.worst[judged.gate][0]:
             self.worst[judged.gate] = (float(badness_W[w]), judged, w)
-        self.cells += [judged.cell(w, self.windows) for w in np.flatnonzero(self._named(status_W))]
+        self.cells += [judged.cell(int(w), self.windows) for w in np.flatnonzero(self._named(status_W))]
         self._settle(judged)
         grid = self.status_WL.setdefault(judged.info.layer, np.full(len(self.windows), NOT_JUDGED, np.int8))
         np.maximum(grid, status_W, out=grid)

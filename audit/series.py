@@ -137,7 +137,7 @@ class SeriesJudge:
                 int(self.disjoint[d]): (
                     names[top_D[d]],
                     int(results[top_D[d]].start_D[d]),
-                    d,
+                    int(d),
                     bool(results[top_D[d]].upward_D[d]),
                 )
                 for d in mine

@@ -27,8 +27,9 @@ Floats = npt.NDArray[np.float64]
 KEYS = ("first_step", "last_step", "layer", "source")
 METRICS = (
     "tokens", "lir", "max_load", "max_vio", "cv", "norm_entropy", "effective_experts", "min_share",
-    "min_load", "dead_experts", "saturation", "peak_load", "capacity_use", "drop_rate", "share_shift", "load_shift", "tv",
-    "router_shift", "mix_shift", "source_entropy", "f_p_gap", "association", "association_rel", "cramers_v",
+    "min_load", "dead_experts", "saturation", "peak_load", "capacity_use", "drop_rate", "share_shift",
+    "load_shift", "tv", "router_shift", "mix_shift", "source_entropy", "f_p_gap", "association",
+    "association_rel", "cramers_v",
     "association_mix", "association_rel_mix", "cramers_v_mix", "max_lift", "max_monopoly", "source_headroom",
     "top1_mean", "top1_spread", "top1_gap", "invalid_ids", "phi", "effective_tokens", "cv_floor",
     "max_vio_floor", "lir_floor", "min_load_floor", "judged",

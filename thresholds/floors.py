@@ -21,6 +21,7 @@ import numpy.typing as npt
 Array = npt.NDArray[Any] | float
 Floats = npt.NDArray[np.float64]
 ENTROPIES = ("norm_entropy", "source_entropy")
+UPPER_TAIL = ("max_load", "max_vio")
 _NORMAL = NormalDist()
 
 
@@ -70,13 +71,22 @@ def max_vio_floor(
 ) -> Floats:
     """Largest excess over the fair share, in fair shares (max_load - 1), of a perfect router.
 
-    >>> float(max_vio_floor(8, 2, 2 * 4096, z=3.0).round(4))
-    0.0812
+    The mean is cv_floor * Blom score. At z the counts' skewness is added (Cornish and Fisher 1938), without
+    which small windows would pass it far too often.
+
+    >>> float(max_vio_floor(8, 2, 2 * 4096).round(4))
+    0.0388
     """
-    if num_experts == 1:
-        return np.zeros(np.shape(assignments))
-    score = blom_score(num_experts) if z is None else z
-    return np.asarray(cv_floor(num_experts, top_k, assignments, phi) * score)
+    cv = cv_floor(num_experts, top_k, assignments, phi)
+    if z is None:
+        return np.asarray(cv * (blom_score(num_experts) if num_experts > 1 else 0.0))
+    return np.asarray(z * cv + _skewness(num_experts, top_k, z) * cv**2)
+
+
+def _skewness(num_experts: int, top_k: int, z: float) -> float:
+    """What skewness adds to a quantile at z, over cv^2: (z^2-1)/6 times skewness/cv of a binomial count."""
+    q = top_k / num_experts
+    return 0.0 if q >= 0.5 else (z * z - 1) / 6 * (1 - 2 * q) / (1 - q)
 
 
 def noise(
@@ -88,7 +98,9 @@ def noise(
     if metric in ENTROPIES:
         scale = math.sqrt(2 * math.log(num_experts)) if num_experts > 1 else 1.0
         return cv_floor(num_experts, top_k, assignments, phi, z) / scale
-    return max_vio_floor(num_experts, top_k, assignments, phi, z)
+    if metric in UPPER_TAIL or z is None:
+        return max_vio_floor(num_experts, top_k, assignments, phi, z)
+    return np.asarray(z * cv_floor(num_experts, top_k, assignments, phi))
 
 
 def excess(metric: str, value: float, num_experts: int) -> float:
@@ -156,8 +168,14 @@ def tokens_needed(
     675.0
     """
     c = excess(metric, limit, num_experts)
-    one_token = noise(metric, num_experts, top_k, top_k, phi, z)
-    return np.asarray((one_token / c) ** 2) if c > 0 else np.full(np.shape(one_token), np.inf)
+    if metric in UPPER_TAIL and z is not None:  # solved for cv: z cv + skew cv^2 = c
+        skew = _skewness(num_experts, top_k, z)
+        cv = (math.sqrt(z * z + 4 * skew * c) - z) / (2 * skew) if skew > 0 else c / z
+    else:
+        one = float(cv_floor(num_experts, top_k, top_k))
+        cv = c * one / float(noise(metric, num_experts, top_k, top_k, 1.0, z)) if one > 0 else 1.0
+    one_token = (num_experts - top_k) / top_k * np.asarray(phi, np.float64)
+    return one_token / cv**2 if cv > 0 else np.full(one_token.shape, np.inf)
 
 
 def association_floor(
