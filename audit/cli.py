@@ -95,6 +95,23 @@ def metrics(run: Path, names: tuple[str, ...], no_color: bool, **scope: Any) -> 
 @opt.policy_option
 @opt.scope_options
 @opt.checkpoint_option
+@opt.output_options("text", "json", "markdown")
+def explain(run: Path, policy: str | None, no_color: bool, **scope: Any) -> int:
+    """Say why RUN fails: symptoms, likely causes in the order to check them, evidence, remedies."""
+    from moe_audit import explain as explaining
+
+    places = io.destinations()
+    with opt.open_named(run, scope["phase"]) as opened:
+        found = explaining.explain(opened, policy, **opt.judge_options(opened, scope))
+    for format, path in places:
+        io.write(explaining.render(found, format), path)
+    return 0
+
+
+@cli.command(
+    epilog="\b\nExamples: moe-audit compare runs/before runs/after\n          "
+    "moe-audit compare runs/a runs/a --range-a 0-5000 --range-b 20000-25000"
+)
 @click.argument("a", type=click.Path(path_type=Path), metavar="A")
 @click.argument("b", type=click.Path(path_type=Path), metavar="B")
 @opt.policy_option

@@ -28,7 +28,15 @@ from moe_audit import cli_options as opt
     metavar="FOLDER",
     help="Write TensorBoard events there as well.",
 )
-def report(run: Path, policy: str | None, output: Path | None, tensorboard: Path | None, **scope: Any) -> int:
+@click.option("--quiet", "-q", is_flag=True, help="Print nothing but errors.")
+def report(
+    run: Path,
+    policy: str | None,
+    output: Path | None,
+    tensorboard: Path | None,
+    quiet: bool,
+    **scope: Any,
+) -> int:
     """Write an HTML page with pictures of RUN and its verdict."""
     from moe_audit.checking import check
     from moe_audit.reports.html import write_html
@@ -39,12 +47,13 @@ def report(run: Path, policy: str | None, output: Path | None, tensorboard: Path
     with opt.open_named(run, scope["phase"]) as opened:
         verdict = check(opened, loaded, all_cells=tensorboard is not None, **opt.judge_options(opened, scope))
         written = write_html(opened, verdict, output or opened.path.with_name("report.html"))
-        click.echo(f"{status_name(verdict)} {sentence(verdict)}")
-        click.echo(written)
+        lines = [f"{status_name(verdict)} {sentence(verdict)}", str(written)]
         if tensorboard is not None:
             from moe_audit.reports.tensorboard import write_events
 
-            click.echo(write_events(opened, verdict, tensorboard))
+            lines.append(str(write_events(opened, verdict, tensorboard)))
+    if not quiet:
+        click.echo("\n".join(lines))
     return 0
 
 
