@@ -34,7 +34,7 @@ def to_dict(verdict: Verdict, all_cells: bool = False) -> dict[str, Any]:
         "policy": {key: plain(verdict.policy.get(key)) for key in ("name", "sha256")},
         "windows": {key: plain(verdict.windows.get(key)) for key in WINDOW_KEYS},
         "totals": {s: int(verdict.totals.get(s, 0)) for s in ("PASS", "WARN", "FAIL", "INSUFFICIENT")},
-        "gates": [_gate(gate) for gate in verdict.gates],
+        "gates": [gate_dict(gate) for gate in verdict.gates],
         "cells": [cell_dict(c) for c in verdict.cells if all_cells or c.status.name != "PASS"],
         "skipped": plain(verdict.skipped),
         "waived": plain(verdict.waived),
@@ -58,7 +58,8 @@ def cell_dict(cell: Cell) -> dict[str, Any]:
     return out
 
 
-def _gate(gate: GateResult) -> dict[str, Any]:
+def gate_dict(gate: GateResult) -> dict[str, Any]:
+    """One of `gates`."""
     return {
         "gate": gate.gate,
         "status": gate.status.name,

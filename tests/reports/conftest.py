@@ -150,6 +150,7 @@ def record_run(
         for i in range(layers)
     ]
     S = len(sources)
+    tokens -= tokens % S  # every source the same
     store = Store.create(folder / "routing.db", infos, sources, {"run_id": "r1"})
     store.begin_attempt(1)
     taste_LSE = rng.normal(0, 0.15, (layers, S, experts))
