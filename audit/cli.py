@@ -190,11 +190,19 @@ def calibrate(
     force: bool,
 ) -> int:
     """Take limits from healthy runs: conformal quantiles over disjoint windows, worst layer of each."""
-    from moe_audit import calibrate as calibrating
+    from moe_audit.reference import calibrate as calibrate_runs
 
     io.refuse_overwrite(output, force)
     runs = [opt.open_named(path) for path in references]
-    result = calibrating.calibrate(runs, base=base, alpha=alpha, length=length, allow_mismatch=allow_mismatch)
+    result = calibrate_runs(
+        runs,
+        base=base,
+        alpha=alpha,
+        length=length,
+        allow_mismatch=allow_mismatch,
+        name=output.stem,
+        folder=output.parent,
+    )
     for opened in runs:
         opened.close()
     io.write(result.toml, str(output))

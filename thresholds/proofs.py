@@ -348,8 +348,8 @@ def _blind(policy: Policy, limits: dict[str, Limit], s: Setting) -> Iterator[Fin
     )
     message = (
         f"source_entropy {value:.4g} lets {hot} of {N} experts take {math.floor(share * 100)} % of a source;"
-        f" the other sources can fill the gaps, so that the pooled load stays uniform and {evenness} see nothing;"
-        f" {catch}"
+        f" the other sources can fill the gaps, so that the pooled load stays uniform and {evenness} see"
+        f" nothing; {catch}"
     )
     shown = math.floor(share * 20) / 20  # a round figure just below
     packed = extremes.packed_entropy(N, hot, shown)
