@@ -16,10 +16,10 @@ import numpy.typing as npt
 from moe_audit import formulas as m
 from moe_audit.attribution import Shift, attribute
 from moe_audit.frame import LayerFrame, analyse
-from moe_audit.judge import breaches
 from moe_audit.run import Run
 from moe_audit.thresholds import floors
 from moe_audit.thresholds.errors import NoDataError, UsageError
+from moe_audit.thresholds.gate_names import breaches
 from moe_audit.thresholds.policy import Policy, load_policy
 from moe_audit.verdict import Status
 from moe_audit.windows import warmup_steps
@@ -249,8 +249,8 @@ def _judge(a: LayerFrame, b: LayerFrame, part_E: Floats, policy: Policy, num_lay
             continue
         status = Status.PASS
         for level, worse in ((limit.warn, Status.WARN), (limit.fail, Status.FAIL)):
-            if level is not None and breaches(limit.op, np.float64(values[gate]), level):
-                lost = policy.noise_aware and breaches(limit.op, np.float64(noise[gate]), level)
+            if level is not None and breaches(limit.op, values[gate], level):
+                lost = policy.noise_aware and breaches(limit.op, noise[gate], level)
                 status = Status.INSUFFICIENT if lost else worse
         out.append(Judgement(gate, status.name, values[gate], limit.op, limit.warn, limit.fail, noise[gate]))
     return out

@@ -128,6 +128,27 @@ def _gates() -> Iterable[GateInfo]:
 GATES: dict[str, GateInfo] = {gate.name: gate for gate in _gates()}
 
 
+TOLERANCE = 1e-12  # a value at the limit, but for the rounding of its arithmetic, is at the limit
+
+
+def breaches(op: Op, value: float, limit: float) -> bool:
+    """Whether `value op limit` holds; NaN breaches nothing.
+
+    >>> breaches(">", 0.1 + 0.2, 0.3), breaches(">=", 0.1 + 0.2, 0.3), breaches("<", float("nan"), 1.0)
+    (False, True, False)
+    """
+    slack = TOLERANCE * max(1.0, abs(limit))
+    match op:
+        case ">":
+            return value > limit + slack
+        case ">=":
+            return value >= limit - slack
+        case "<":
+            return value < limit - slack
+        case "<=":
+            return value <= limit + slack
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint for an unknown name: the nearest known one, or all of them where none is near."""
     known = list(known)

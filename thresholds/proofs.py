@@ -13,7 +13,7 @@ from typing import Literal
 
 from moe_audit.thresholds import extremes, floors
 from moe_audit.thresholds.errors import UsageError
-from moe_audit.thresholds.gate_names import GATES, Op
+from moe_audit.thresholds.gate_names import GATES, Op, breaches
 from moe_audit.thresholds.policy import ALL, Limit, Policy
 
 Kind = Literal["never", "always", "contradiction", "noise", "blind"]
@@ -100,20 +100,6 @@ def check_policy(
     ]
     settled = {f.gate for f in findings if f.kind == "always" and f.level != "warn"}
     return [f for f in findings if f.kind != "noise" or f.gate not in settled]
-
-
-def breaches(op: Op, value: float, limit: float) -> bool:
-    """Whether `value op limit` holds, with room for rounding in the last digits."""
-    slack = 1e-9 * max(1.0, abs(limit))
-    match op:
-        case ">":
-            return value > limit + slack
-        case ">=":
-            return value >= limit - slack
-        case "<":
-            return value < limit - slack
-        case "<=":
-            return value <= limit + slack
 
 
 def _limits(policy: Policy, s: Setting) -> dict[str, Limit]:
