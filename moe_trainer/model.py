@@ -1,7 +1,7 @@
 """The decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU or MoE.
 
 Shapes: B sequences, S tokens, D = d_model, N query heads, K key/value heads, H = width of a head,
-V vocabulary.
+V vocabulary, L MoE layers.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from moe_trainer.config import ModelConfig
 from moe_trainer.data import SEPARATOR, VOCAB_SIZE
+from moe_trainer.moe.balance import MoELosses, resolve_global_balance
 from moe_trainer.moe.layer import MoE
 
 INIT_STD = 0.02
@@ -79,13 +80,13 @@ class Block(nn.Module):
         rotation_SH: Tensor,
         mask_B1SS: Tensor | None,
         loss_divisor: float | None,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, MoELosses | None]:
         """The new residual stream, and the router's losses of this block (None where it is dense)."""
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rotation_SH, mask_B1SS)
         y_BSD = self.feed_forward_norm(x_BSD)
         if hasattr(self, "moe"):
             y_BSD, losses = self.moe(y_BSD, loss_divisor=loss_divisor)
-            return x_BSD + y_BSD, losses.total
+            return x_BSD + y_BSD, losses
         return x_BSD + self.dense(y_BSD), None
 
 
@@ -123,12 +124,13 @@ class Transformer(nn.Module):
         rotation_SH = rotation_angles(tokens_BS.shape[1], self.config, tokens_BS.device)
         mask_B1SS = document_mask(tokens_BS) if self.config.attend_within_documents else None
         x_BSD = self.embedding(tokens_BS)
-        router_loss = x_BSD.new_zeros(())
+        layer_losses: list[MoELosses] = []
         for layer in self.layers:
-            x_BSD, layer_loss = layer(x_BSD, rotation_SH, mask_B1SS, loss_divisor)
-            if layer_loss is not None:
-                router_loss = router_loss + layer_loss
-        return self.output(self.norm(x_BSD)), router_loss
+            x_BSD, losses = layer(x_BSD, rotation_SH, mask_B1SS, loss_divisor)
+            if losses is not None:
+                layer_losses.append(losses)
+        router_losses_L = torch.stack([loss.total for loss in resolve_global_balance(layer_losses)])
+        return self.output(self.norm(x_BSD)), router_losses_L.sum()
 
 
 def rotation_angles(length: int, config: ModelConfig, device: torch.device) -> Tensor:

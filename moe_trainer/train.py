@@ -23,7 +23,7 @@ from moe_trainer.config import TrainConfig, load_config
 from moe_trainer.data import Batch, TokenStream, read_corpus
 from moe_trainer.facts import run_facts
 from moe_trainer.model import Transformer
-from moe_trainer.moe.layer import MoE, post_step
+from moe_trainer.moe.layer import MoE, orthogonal_losses, post_step
 from moe_trainer.optim import build_optimizer, build_scheduler, load_optimizer_state
 from moe_trainer.runlog import RunLog
 
@@ -136,10 +136,12 @@ class Trainer:
         """Gradients of one optimizer step over all its micro-batches; returns the text's mean loss."""
         config = self.config
         total = torch.zeros((), device=self.device)
-        for _ in range(config.train.accumulation):
+        for remaining in reversed(range(config.train.accumulation)):
             batch = self.stream.next_batch(config.train.micro_batch_sequences)
             with self._recording(batch):
                 loss, router_loss = self.losses(batch)
+                if remaining == 0:  # they depend on the weights only: once a step
+                    router_loss = router_loss + orthogonal_losses(self.moe_layers)
                 torch.autograd.backward(loss + router_loss)
             total += loss.detach()
         return total

@@ -78,7 +78,13 @@ def test_a_resumed_run_equals_one_that_never_stopped(
 
 def test_micro_batches_do_not_change_the_step(tiny: Path, tmp_path: Path) -> None:
     """Accumulating two halves gives the gradients of the whole (no jitter; the balancing loss is local)."""
-    plain = [NO_RECORDER, "model.moe.router.jitter_eps=none", "model.moe.lb_loss_weight=none"]
+    plain = [
+        NO_RECORDER,
+        "model.moe.router.jitter_eps=none",
+        "model.moe.lb_loss_weight=none",
+        "model.moe.z_loss_weight=0.1",
+        "model.moe.orth_loss_weight=10",
+    ]
     gradients = []
     for sizes in (["train.micro_batch_sequences=3", "train.accumulation=2"],
                   ["train.micro_batch_sequences=6", "train.accumulation=1"]):  # fmt: skip
