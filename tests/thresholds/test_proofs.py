@@ -1,0 +1,225 @@
+"""What `policy check` proves: against published figures, random loads, and simulated routing."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_audit import formulas
+from moe_audit.thresholds import extremes
+from moe_audit.thresholds.errors import UsageError
+from moe_audit.thresholds.policy import load_policy, policy_from_dict
+from moe_audit.thresholds.proofs import Finding, Setting, capacity_alarm, check_policy
+
+JUDGED = {
+    "max_load": formulas.max_load, "min_load": formulas.min_load, "min_share": formulas.min_share,
+    "cv": formulas.cv, "lir": formulas.lir, "norm_entropy": formulas.norm_entropy,
+}  # fmt: skip
+LIMITS = {
+    "max_load": (1.05, 3.0), "min_load": (0.05, 0.95), "min_share": (0.01, 0.1), "cv": (0.02, 1.5),
+    "lir": (1.05, 20.0), "norm_entropy": (0.5, 0.999),
+}  # fmt: skip
+
+
+def found(
+    policy: str, kind: str, gate: str, num_experts: int, top_k: int, by: str | None = None
+) -> Finding | None:
+    findings = check_policy(load_policy(policy), num_experts=num_experts, top_k=top_k)
+    hits = [f for f in findings if (f.kind, f.gate) == (kind, gate) and by in (None, f.by)]
+    return hits[0] if hits else None
+
+
+# -- bounds
+
+
+def test_bounds_as_published() -> None:
+    assert extremes.worst("cv", 8, 2, "lir", 1.5) == pytest.approx(0.204, abs=5e-4)
+    assert 0.25 < extremes.worst("cv", 64, 8, "lir", 2.0) <= 1 / (2 * math.sqrt(2)) + 1e-12
+    assert extremes.worst("min_share", 8, 2, "lir", 1.5) == pytest.approx(1 / (1 + 1.5 * 7))
+    assert extremes.worst("cv", 8, 1, "norm_entropy", 0.85) == pytest.approx(0.967, abs=5e-4)
+    assert extremes.worst("cv", 64, 1, "norm_entropy", 0.85) == pytest.approx(2.23, abs=5e-3)
+    assert extremes.worst("norm_entropy", 8, 2, "cv", 0.25) == pytest.approx(0.980, abs=5e-4)
+    assert extremes.worst("max_load", 8, 2) == pytest.approx(4)
+    assert extremes.worst("cv", 64, 8) == pytest.approx(math.sqrt(7))
+    assert extremes.worst("norm_entropy", 64, 8) == pytest.approx(math.log(8) / math.log(64))
+
+
+@settings(deadline=None, max_examples=150)
+@given(data=st.data())
+def test_no_load_is_worse_than_its_bound(data: st.DataObject) -> None:
+    """Any load that keeps a limit lies within the bounds that follow from it."""
+    top_k = data.draw(st.integers(1, 3))
+    num_experts = data.draw(st.integers(top_k + 1, 10))
+    given_metric = data.draw(st.sampled_from(sorted(JUDGED)))
+    low, high = LIMITS[given_metric]
+    limit = data.draw(st.floats(low, high))
+    raw = data.draw(st.lists(st.floats(0.001, 1), min_size=num_experts, max_size=num_experts))
+    u = np.array(raw) * num_experts / sum(raw)
+    c = num_experts / top_k
+
+    def keeps(v: np.ndarray) -> bool:
+        value = extremes.METRICS[given_metric](v)
+        good = value >= limit if given_metric in extremes.LOWER_IS_WORSE else value <= limit
+        return bool(good) and v.max() <= c
+
+    for _ in range(60):  # towards even, until the limit is kept
+        if keeps(u):
+            break
+        u = 1 + (u - 1) * 0.9
+    if not keeps(u):
+        return
+    for metric in JUDGED:
+        bound = extremes.worst(metric, num_experts, top_k, given_metric, limit)
+        value = extremes.METRICS[metric](u)
+        if metric in extremes.LOWER_IS_WORSE:
+            assert value >= bound - 1e-7
+        else:
+            assert value <= bound + 1e-7
+
+
+@given(st.lists(st.integers(1, 1000), min_size=2, max_size=12))
+def test_metrics_are_those_of_the_engine(counts: list[int]) -> None:
+    n = np.array(counts)
+    u = len(n) * n / n.sum()
+    for name, function in JUDGED.items():
+        assert extremes.METRICS[name](u) == pytest.approx(float(function(n)), abs=1e-12)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 4.0), (0.5, 1.5), (0.9, 2.0)])
+def test_largest_swing_covers_random_pairs(low: float, high: float) -> None:
+    rng = np.random.default_rng(1)
+    tv, shift = extremes.largest_swing(8, low, high)
+    for _ in range(300):
+        p, q = (1 + (x * 8 - 1) for x in rng.dirichlet(np.full(8, 0.3), 2))
+        for u in (p, q):
+            scale = min(1.0, *((high - 1) / (u.max() - 1), (1 - low) / (1 - u.min())))
+            u[:] = 1 + (u - 1) * scale
+        assert np.abs(p - q).sum() / 16 <= tv + 1e-9
+        assert np.abs(p - q).max() <= shift + 1e-9
+
+
+# -- the published table is not consistent with itself
+
+
+def test_classic_at_8_experts() -> None:
+    for gate in ("cv", "min_share", "norm_entropy"):
+        finding = found("classic", "never", gate, 8, 2, by="lir")
+        assert finding is not None
+        assert "lir <= 1.5 implies" in finding.inequality
+    assert "0.204" in (found("classic", "never", "cv", 8, 2) or pytest.fail()).inequality
+
+
+def test_classic_at_many_experts() -> None:
+    assert found("classic", "never", "cv", 64, 8) is None  # at lir 2.0 it can fire
+    assert found("classic", "always", "min_share", 64, 8) is not None
+    assert found("classic", "always", "min_share", 20, 2) is not None  # 5 % is the fair share
+    assert found("classic", "always", "min_share", 19, 2) is None
+    assert "6.4 fair shares" in (found("classic", "blind", "share_shift", 64, 8) or pytest.fail()).message
+    assert found("classic", "blind", "share_shift", 10, 2) is None
+
+
+def test_why_the_headline_case_passes_an_entropy_of_085() -> None:
+    """Three of ten experts take 70 % of one source, and the pooled load is uniform."""
+    finding = found("classic", "blind", "source_entropy", 10, 2)
+    assert finding is not None
+    assert "3 of 10 experts take 70 %" in finding.message
+    assert "limit cramers_v" in finding.message
+    for figure in ("0.853", "lir 1.0", "Cramer's V 0.57"):
+        assert figure in finding.inequality
+    assert (
+        "cramers_v would see it"
+        in (found("default", "blind", "source_entropy", 10, 2) or pytest.fail()).message
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "top_k", "tokens", "batches", "chance"),
+    [(8, 2, 512, 20, 1.0), (16, 2, 4096, 20, 0.3), (64, 8, 4096, 20, 0.9), (64, 8, 65536, 20, 0.0),
+     (8, 2, 512, 2000, 1.0), (16, 2, 4096, 2000, 1.0), (64, 8, 4096, 2000, 1.0), (64, 8, 65536, 2000, 0.0)],
+)  # fmt: skip
+def test_capacity_margin_trips_on_uniform_routing(
+    num_experts: int, top_k: int, tokens: int, batches: int, chance: float
+) -> None:
+    setting = Setting(num_experts, top_k, tokens, batches, 1.25)
+    assert capacity_alarm(setting, 0.9, strict=True) == pytest.approx(chance, abs=0.1)
+    kinds = {"always"} if chance == 1 else {"noise"} if chance else set()
+    findings = check_policy(
+        load_policy("classic"), num_experts=num_experts, top_k=top_k, tokens=tokens, micro_batches=batches,
+        capacity_factor=1.25,
+    )  # fmt: skip
+    assert {f.kind for f in findings if (f.gate, f.level) == ("capacity_use", "fail")} == kinds
+
+
+def test_capacity_alarm_against_simulation() -> None:
+    rng = np.random.default_rng(3)
+    peaks = np.array([
+        np.bincount(np.argpartition(rng.random((512, 8)), 2, axis=1)[:, :2].ravel(), minlength=8).max()
+        for _ in range(1500)
+    ])  # fmt: skip
+    limit = 150 / (1.25 * 512 * 2 / 8)
+    expected = capacity_alarm(Setting(8, 2, 512, 1, 1.25), limit, strict=False)
+    assert (peaks >= 150).mean() == pytest.approx(expected, abs=0.03)
+
+
+def test_binomial_tail_is_exact() -> None:
+    for trials, p, at_least in ((10, 0.3, 4), (40, 0.5, 15), (200, 0.125, 40), (7, 0.9, 7), (5, 0.5, 0)):
+        exact = sum(
+            math.comb(trials, n) * p**n * (1 - p) ** (trials - n) for n in range(at_least, trials + 1)
+        )
+        assert extremes.binomial_tail(trials, p, at_least) == pytest.approx(exact, rel=1e-10)
+
+
+# -- other findings
+
+
+def check(
+    table: dict[str, object], num_experts: int = 8, top_k: int = 2, **setting: object
+) -> set[tuple[str, str]]:
+    findings = check_policy(policy_from_dict(table), num_experts=num_experts, top_k=top_k, **setting)  # type: ignore[arg-type]
+    return {(f.kind, f.gate) for f in findings}
+
+
+def test_ranges_and_contradictions() -> None:
+    assert ("never", "max_load") in check({"gates": {"max_load": {"fail": 4.0}}})  # N/k = 4 is the most
+    assert ("never", "max_load") not in check({"gates": {"max_load": {"fail": 3.9}}})
+    assert ("never", "norm_entropy") in check({"gates": {"norm_entropy": {"fail": 0.3}}})
+    assert ("always", "max_load") in check({"gates": {"max_load": {"fail": 0.9}}})
+    assert ("always", "cv") in check({"gates": {"cv": {"fail": 0}}})
+    assert ("always", "capacity_use") in check(
+        {"gates": {"capacity_use": {"fail": 0.5}}}, capacity_factor=1.25
+    )
+    assert ("never", "drop_rate") in check({"gates": {"drop_rate": {"fail": 0.01}}}, capacity_factor=4.0)
+    required = {
+        "gates": {"cv": {"fail": 1}, "drop_rate": {"fail": 0.1}},
+        "required": ["drop_rate", "max_load"],
+    }
+    assert {("contradiction", "drop_rate"), ("contradiction", "max_load")} <= check(required)
+    assert ("contradiction", "drop_rate") not in check(required, capacity_factor=1.25)
+
+
+def test_noise() -> None:
+    table = {"gates": {"lir": {"fail": 1.25}}}
+    assert check(table, 64, 8, tokens=4096, micro_batches=1000) == set()
+    aware = check_policy(policy_from_dict(table), num_experts=64, top_k=8, tokens=4096)
+    assert [(f.kind, "INSUFFICIENT" in f.message) for f in aware] == [("noise", True)]
+    assert "needs" in aware[0].message
+    blind = {"noise_aware": False, **table}
+    assert check(blind, 64, 8, tokens=4096) == {("noise", "lir")}  # mean floor 1.21, quantile beyond 1.25
+    assert check(blind, 64, 8, tokens=2048) == {("always", "lir")}
+
+
+def test_a_layer_that_cannot_be() -> None:
+    policy = load_policy("default")
+    for wrong in (
+        {"num_experts": 0, "top_k": 1},
+        {"num_experts": 4, "top_k": 5},
+        {"num_experts": 4, "top_k": 0},
+    ):
+        with pytest.raises(UsageError):
+            check_policy(policy, **wrong)  # type: ignore[arg-type]
+    with pytest.raises(UsageError):
+        check_policy(policy, num_experts=4, top_k=1, capacity_factor=math.nan)
