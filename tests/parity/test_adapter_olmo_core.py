@@ -155,7 +155,7 @@ def test_second_stack_leaves_out_the_mixing_of_shared_experts() -> None:
     x = torch.randn(2, 4, 32)
     assert found.adapter.observe(found.module, (), {}, block.shared_experts_router(x, True)) is None
     seen = found.adapter.observe(found.module, (), {}, found.module(x, False))
-    assert (seen.full_kind, tuple(seen.full_TE.shape), tuple(seen.indices_TK.shape)) == (
+    assert (seen.full_kind, seen.full_TE.shape, seen.indices_TK.shape) == (
         "logits",
         (8, 8),
         (8, 2),

@@ -62,10 +62,7 @@ def model() -> nn.Module:
 
 
 def test_counts_are_what_the_experts_got(model: nn.Module, tmp_path: Path) -> None:
-    seen: dict[int, Tensor] = {
-        0: torch.zeros(2, 8, dtype=torch.int64),
-        1: torch.zeros(2, 8, dtype=torch.int64),
-    }
+    seen = {layer: torch.zeros(2, 8, dtype=torch.int64) for layer in (0, 1)}
     sources = [torch.tensor([0, 1]), torch.tensor([1, 1])]
     now = sources[0]
 
@@ -115,7 +112,7 @@ def test_sharded_outputs_are_read_locally(model: nn.Module) -> None:
         mesh = init_device_mesh("cpu", (1,))
         found = find_routers(model)[0]
         output = found.module(torch.randn(2, 5, 32))
-        sharded = tuple(distribute_tensor(part, mesh, [Shard(1)]) for part in output)
+        sharded = tuple(distribute_tensor(part.detach(), mesh, [Shard(1)]) for part in output)
         seen = found.adapter.observe(found.module, (), {}, sharded)
         assert type(seen.indices_TK) is Tensor
         assert torch.equal(seen.indices_TK, output[1].reshape(-1, 2))
