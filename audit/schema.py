@@ -52,12 +52,13 @@ def create_schema(
 
 
 def best_page_size(num_experts: Sequence[int], num_sources: int) -> int:
-    """The page size with which a run of a thousand records of these layers takes least room.
+    """The largest page size that takes at most 2 % more room than the best, for a thousand records.
 
     Rows of a few kilobytes want large pages, since a leaf page takes only whole rows; rows of many kilobytes
-    want small ones, since what is left of them fills whole overflow pages.
+    want small ones, since what is left of them fills whole overflow pages. Large pages are read faster.
     """
-    return min(PAGE_SIZES, key=lambda page: store_bytes(num_experts, num_sources, page, records=1000))
+    size = {page: store_bytes(num_experts, num_sources, page, records=1000) for page in PAGE_SIZES}
+    return max(page for page in PAGE_SIZES if size[page] <= 1.02 * min(size.values()))
 
 
 def store_bytes(num_experts: Sequence[int], num_sources: int, page: int, records: int) -> float:
