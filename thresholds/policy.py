@@ -257,7 +257,8 @@ def policy_schema() -> dict[str, Any]:
     schema["properties"]["gates"] |= names
     schema["$defs"]["Override"]["properties"]["gates"] |= names
     schema["$defs"]["Waiver"]["properties"]["gate"] |= {"enum": list(GATES)}
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "moe-audit policy", **schema}
+    dialect = "https://json-schema.org/draft/2020-12/schema"
+    return {"$schema": dialect, **schema, "title": "moe-audit policy"}
 
 
 def _resolve(path: Path, origin: str, table: dict[str, Any] | None = None) -> Policy:
