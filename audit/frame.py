@@ -156,11 +156,14 @@ class Analysis:
         """Each layer's `LayerFrame`. `inspect` sees the layer's raw sums and per-record totals first."""
         edges = np.unique(np.concatenate([self.windows.lo_W, self.windows.hi_W]))
         row_block = np.searchsorted(edges, np.arange(len(self.records)), side="right") - 1
-        row_block[row_block >= len(edges) - 1] = -1
+        # Records that are in no window get a block of their own, behind the others: nothing sums it, but the
+        # invariants hold for every record.
+        spare = len(edges) - 1
+        row_block[row_block < 0] = spare
         block_R = np.full(len(self.run.records), -1, np.int64)
         block_R[self.rows] = row_block
         lo_W, hi_W = np.searchsorted(edges, self.windows.lo_W), np.searchsorted(edges, self.windows.hi_W)
-        for blocks in read_blocks(self.run, self.layers, block_R, max(len(edges) - 1, 1), series=series):
+        for blocks in read_blocks(self.run, self.layers, block_R, spare + 1, series=series):
             if inspect:
                 inspect(blocks)
             yield self._frame(blocks, lo_W, hi_W)

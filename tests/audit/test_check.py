@@ -567,6 +567,19 @@ def test_a_layer_that_never_fired_is_invalid(tmp_path) -> None:  # type: ignore[
     assert any("layer 1 (b) did not fire in steps 3-3" in p["message"] for p in verdict.problems)
 
 
+@pytest.mark.parametrize(("broken", "status"), [(None, Status.PASS), (0, Status.INVALID), (9, Status.INVALID)])
+def test_invariants_hold_in_warm_up_and_tail_too(make_run, broken, status) -> None:  # type: ignore[no-untyped-def]
+    """Ten records, the first in the warm-up, the last in no window."""
+    counts = windows(*[[260, 240, 251, 249]] * 10)
+    path = make_run(
+        counts,
+        meta={"warmup_steps": 1},
+        extra=lambda r, layer: {"tokens_S": np.array([1000 + (r == broken)])},
+        record=lambda r: {"tokens": 1000},
+    )
+    assert moe_audit.check(path, length=2, stride=2).status == status
+
+
 def test_missing_ranks_and_a_counter_that_goes_back_are_invalid(make_run, tmp_path) -> None:  # type: ignore[no-untyped-def]
     path = make_run(windows(*[[9, 11, 10, 10]] * 3), record=lambda r: {"ranks": 2 + (r != 1)}, world_size=3)
     verdict = moe_audit.check(path, length=1, stride=1)
