@@ -12,6 +12,7 @@ from moe_audit.thresholds.errors import AuditError
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="moe-audit")
 def cli() -> None:
     """Train small mixture-of-experts language models whose routing is recorded and judged."""
 

@@ -7,20 +7,20 @@ one `UsageError` that names the setting, the value and what would be right. No t
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import math
 import tomllib
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
 
 from moe_audit.thresholds.errors import UsageError
+from moe_audit.thresholds.gate_names import nearest
 from moe_trainer.data import VOCAB_SIZE, ShardOrder, ShuffleGrain
 from moe_trainer.moe.config import Config, ConfigError, MoEConfig
 
@@ -274,31 +274,31 @@ def _known(raw: dict[str, Any], model: type[BaseModel], prefix: str = "") -> dic
 
 
 def _suggestion(prefix: str, key: str, model: type[BaseModel]) -> str:
-    """The nearest known setting: first in the same section, then anywhere."""
-    near = difflib.get_close_matches(key, model.model_fields, n=1, cutoff=0.5)
-    if near:
-        return f"did you mean {prefix}{near[0]}?"
-    everywhere = dict(_settings(TrainConfig))
-    full = prefix + key
-    by_name = [name for name in everywhere if name.rpartition(".")[2] == key]
-    near = by_name or difflib.get_close_matches(full, everywhere, n=1, cutoff=0.0)
-    return f"did you mean {near[0]}?"
+    """The setting of that name in another section, or the nearest one of this section."""
+    elsewhere = [name for name in _settings(TrainConfig) if name.rpartition(".")[2] == key]
+    if elsewhere:
+        return f"did you mean {elsewhere[0]!r}?"
+    return nearest(prefix + key, [prefix + name for name in model.model_fields])
 
 
-def _settings(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
+def _settings(model: type[BaseModel], prefix: str = "") -> dict[str, type[BaseModel]]:
     """Dotted name of every setting, with the class that holds it."""
+    settings: dict[str, type[BaseModel]] = {}
     for name, field in model.model_fields.items():
         section = _section(field.annotation)
         if section is None:
-            yield prefix + name, model
+            settings[prefix + name] = model
         else:
-            yield from _settings(section, f"{prefix}{name}.")
+            settings |= _settings(section, f"{prefix}{name}.")
+    return settings
 
 
 def _dotted(field: str) -> str:
     """`OptimConfig.lr` -> `optim.lr`, where the class stands in one place only."""
     owner, _, rest = field.partition(".")
-    sections = {name.rpartition(".")[0] for name, model in _settings(TrainConfig) if model.__name__ == owner}
+    sections = {
+        name.rpartition(".")[0] for name, model in _settings(TrainConfig).items() if model.__name__ == owner
+    }
     return f"{sections.pop()}.{rest}" if len(sections) == 1 and rest else field
 
 

@@ -40,7 +40,7 @@ def test_plan_prints_total_and_active_parameters_per_part(tiny: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["run", "TINY", "--save-folder", "r", "optim.lrr=1"], "did you mean optim.lr?"),
+        (["run", "TINY", "--save-folder", "r", "optim.lrr=1"], "did you mean 'optim.lr'?"),
         (["run", "TINY", "--save-folder", "r", "train.steps=x"], "train.steps = 'x'"),
         (["run", "TINY", "--save-folder", "r", "data.sources.code=absent"], "no such folder"),
         (["run", "absent.toml", "--save-folder", "r"], "no such configuration file: absent.toml"),
