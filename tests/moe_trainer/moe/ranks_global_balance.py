@@ -24,6 +24,7 @@ layers = [MoE(config, 16, init_std=0.3) for _ in range(2)]
 torch.manual_seed(rank)
 x = torch.randn(2, 30, 16)
 waiting = [layer(x)[1] for layer in layers]
+routed_before = [layer.router(x) for layer in layers]
 
 all_reduce = dist.all_reduce
 
@@ -39,8 +40,7 @@ stats = post_step(layers)
 assert len(calls) == 2, "one collective for the losses of all layers, one for their counters"
 dist.all_reduce = all_reduce
 
-for layer, losses, load in zip(layers, complete, stats, strict=True):
-    routed = layer.router(x)
+for layer, losses, load, routed in zip(layers, complete, stats, routed_before, strict=True):
     counts = routed.counts_E.clone()
     dist.all_reduce(counts)
     assert torch.equal(load.counts_E, counts) and int(counts.sum()) == 240
