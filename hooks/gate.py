@@ -1,0 +1,245 @@
+"""The training gate: judges the last windows while training runs, and acts on the learning rate.
+
+One decision, made on rank 0 and sent to all: every rank acts from the same optimizer step on.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from moe_audit.alerts import SEVERE_IN_A_ROW, Alert, alert_of, failing_in_a_row
+from moe_audit.checking import check
+from moe_audit.hooks.learning_rate import Groups, LearningRateOverride
+from moe_audit.hooks.recorder import Recorder
+from moe_audit.reports.json import to_dict
+from moe_audit.reports.wording import sentence, status_name
+from moe_audit.run import open_run
+from moe_audit.thresholds.errors import AuditError, NoDataError, UsageError
+from moe_audit.thresholds.policy import load_policy
+from moe_audit.verdict import Verdict
+
+Action = Literal["hold", "scale", "zero_router", "pause"]
+WAIT_FOR_DISK = 10.0  # seconds that a check waits for the writer; then it judges what is there
+CHECKS_FOLDER = "checks"  # in the run folder: one report a check
+
+
+@dataclass
+class GateState:
+    """All that the gate remembers between steps; plain data for a checkpoint."""
+
+    next_check: int = 0
+    action_ends: int | None = None  # last step of the action that is on
+    rearmed: int = 0  # a window that begins before this step raises no new action
+    status: str = "NO DATA"
+    failing_in_a_row: int = 0
+    pause_requested: bool = False
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What one check came to, the same on all ranks."""
+
+    status: str
+    failing_in_a_row: int  # disjoint windows, counted back from the newest
+    newest_begins: int
+    stride: int
+
+
+class TrainingGate:
+    """Judges every stride and acts on a failing window. It needs no call of its own in the loop:
+    `recorder.step` drives it, and hooks on the optimizer apply the action.
+
+    An action lasts `cooldown` steps, then the schedule applies again. While one is on no other begins, and
+    after it only a window that began after its end can raise the next: the same steps never alarm twice.
+
+    Args:
+        recorder: the recorder of the run; on ranks that record nothing too.
+        optimizer: the optimizer, or all that train the model.
+        policy: preset or path, as for `moe-audit check`.
+        action: `hold` (learning rate at most that of the alarm), `scale` (times `factor`), `zero_router` (the
+            routers' own parameter group at 0), `pause` (sets `pause_requested`, the loop obeys).
+        groups: the parameter groups that `hold` and `scale` govern.
+        check_every: steps between checks; None: one stride.
+        cooldown: steps that an action lasts.
+        factor: of `scale`.
+        dry_run: judge, report and alert, but leave the learning rate alone.
+        pause_when_severe: request a pause also after three disjoint failing windows in a row.
+        notify: takes each alert, e.g. a `moe_audit.reports.notify.Notifier`.
+
+    Attributes:
+        state: what it remembers; `state.status` is the last status in upper case.
+        pause_requested: the loop should save and stop.
+
+    Raises:
+        UsageError: an unknown action, a cooldown or check_every under 1, no router group for `zero_router`.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        optimizer: Optimizer | Sequence[Optimizer],
+        policy: str | Path = "default",
+        action: Action = "hold",
+        groups: Groups = "all",
+        check_every: int | None = None,
+        cooldown: int = 200,
+        *,
+        factor: float = 0.1,
+        dry_run: bool = False,
+        pause_when_severe: bool = False,
+        notify: Callable[[Alert], object] | None = None,
+    ) -> None:
+        _one_of("action", action, get_args(Action))
+        _one_of("groups", groups, get_args(Groups))
+        for name, value in (("cooldown", cooldown), ("check_every", check_every)):
+            if value is not None and value < 1:
+                raise UsageError(f"{name} is {value}", "it counts steps: 1 or more")
+        self.recorder = recorder
+        self.policy = load_policy(policy)
+        self.action = action
+        self.check_every = check_every
+        self.cooldown = cooldown
+        self.dry_run = dry_run
+        self.pause_when_severe = pause_when_severe
+        self.notify = notify
+        self.state = GateState()
+        self.verdict: Verdict | None = None  # of the last check, on rank 0
+        self.override = (
+            None
+            if action == "pause"
+            else LearningRateOverride(optimizer, action, groups, recorder.router_parameters(), factor)
+        )
+        recorder.on_step(self._step)
+
+    @property
+    def pause_requested(self) -> bool:
+        return self.state.pause_requested
+
+    def line(self) -> str:
+        """The routing-health field of a training log: the status, and the action that is on."""
+        if self.state.action_ends is None:
+            return self.state.status
+        return f"{self.state.status} {self.action} to {self.state.action_ends}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data for a checkpoint; it keeps an action that is on."""
+        override = self.override.state_dict() if self.override else None
+        return {"state": asdict(self.state), "override": override}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from a checkpoint, in the middle of an action too."""
+        self.state = GateState(**state["state"])
+        self.state.pause_requested = False  # it was obeyed
+        if self.override and state["override"]:
+            self.override.load_state_dict(state["override"])
+
+    # -- one step
+
+    def _step(self, step: int) -> None:
+        if self.state.action_ends is not None and step >= self.state.action_ends:
+            self._end_action(step)
+        if step < self.state.next_check:
+            return
+        decision = _from_rank_0(lambda: self._judge(step))
+        self.state.status = decision.status
+        self.state.next_check = step + (self.check_every or max(1, decision.stride))
+        self.state.failing_in_a_row = decision.failing_in_a_row
+        if decision.failing_in_a_row == 0:
+            return
+        severe = decision.failing_in_a_row >= SEVERE_IN_A_ROW
+        if severe and self.pause_when_severe:
+            self._request_pause(step)
+        if self.state.action_ends is None and decision.newest_begins >= self.state.rearmed:
+            self._begin_action(step)
+
+    def _begin_action(self, step: int) -> None:
+        self.state.action_ends = step + self.cooldown
+        self.state.rearmed = step + self.cooldown + 1
+        if self.dry_run:
+            self._event(step, "lr_action", until=self.state.action_ends, dry_run=True)
+        elif self.override is None:
+            self._request_pause(step)
+        else:
+            self.override.start()
+            self._event(step, "lr_action", until=self.state.action_ends, lr=self.override.applied())
+
+    def _end_action(self, step: int) -> None:
+        self.state.action_ends = None
+        if self.override is not None and self.override.active:
+            self.override.stop()
+            self._event(step, "lr_return")
+
+    def _request_pause(self, step: int) -> None:
+        if not self.state.pause_requested and not self.dry_run:
+            self._event(step, "pause_requested")
+        self.state.pause_requested = not self.dry_run
+
+    def _event(self, step: int, kind: str, **detail: Any) -> None:
+        self.recorder.event(step, kind, {"action": self.action, **detail})
+
+    # -- judging, on rank 0 only
+
+    def _judge(self, step: int) -> Decision:
+        """One check. An audit that cannot be made is told, and never stops training."""
+        if not self.recorder.written(WAIT_FOR_DISK):
+            warnings.warn(f"{self.recorder.path}: the last records wait for the disk", stacklevel=2)
+        try:
+            with open_run(self.recorder.path) as run:
+                self.verdict = check(run, self.policy, checkpoint=step)
+        except NoDataError:
+            return Decision("NO DATA", 0, 0, self.recorder.flush_every)
+        except AuditError as error:
+            warnings.warn(f"the training gate could not judge step {step}: {error}", stacklevel=2)
+            return Decision("UNKNOWN", 0, 0, self.recorder.flush_every)
+        self._write_report(step, self.verdict)
+        self._alert(step, self.verdict)
+        grid, windows = self.verdict.grid, self.verdict.windows
+        return Decision(
+            status_name(self.verdict),
+            failing_in_a_row(grid) if grid is not None else 0,
+            int(grid.first_step_W[-1]) if grid is not None and len(grid.first_step_W) else 0,
+            int(windows.get("stride") or 1),
+        )
+
+    def _write_report(self, step: int, verdict: Verdict) -> None:
+        folder = self.recorder.path.parent / CHECKS_FOLDER
+        try:
+            folder.mkdir(exist_ok=True)
+            (folder / f"step_{step:08d}.json").write_text(json.dumps(to_dict(verdict), indent=1))
+        except OSError as error:
+            warnings.warn(f"the report of step {step} could not be written: {error}", stacklevel=2)
+
+    def _alert(self, step: int, verdict: Verdict) -> None:
+        alert = alert_of(verdict, sentence(verdict))
+        if alert is None:
+            return
+        kind = "routing_severe" if alert.severe else "routing_failed"
+        self.recorder.event(step, kind, {"title": alert.title, "body": alert.body})
+        if self.notify is not None:
+            try:
+                self.notify(alert)
+            except Exception as error:  # whatever a notifier does, training goes on
+                warnings.warn(f"alert {alert.title!r} could not be sent: {error}", stacklevel=2)
+
+
+def _from_rank_0(decide: Callable[[], Decision]) -> Decision:
+    """What `decide` comes to on rank 0, on all ranks."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return decide()
+    decision: list[Any] = [decide() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(decision, src=0)
+    result: Decision = decision[0]
+    return result
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise UsageError(f"{name}={value!r}", f"it is one of {', '.join(known)}")

@@ -1,0 +1,116 @@
+"""Following a live run in the terminal, from outside the training process: the last verdict, and alerts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moe_audit.alerts import Alert, alert_of
+from moe_audit.checking import check
+from moe_audit.reports import text
+from moe_audit.reports.wording import clean, sentence, steps
+from moe_audit.run import open_run
+from moe_audit.thresholds.errors import NoDataError, UsageError
+from moe_audit.verdict import Status
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+    from moe_audit.run import Run
+    from moe_audit.thresholds.policy import Policy
+    from moe_audit.verdict import Grid, Verdict
+
+CLOSED = "closed_at"  # key of `meta` that the recorder sets when training ends
+MARKS = {Status.PASS: "·", Status.WARN: "w", Status.FAIL: "F", Status.INSUFFICIENT: "?", Status.INVALID: "!"}
+
+
+def watch(
+    path: Path,
+    policy: Policy,
+    console: Console,
+    *,
+    interval: float = 5.0,
+    notify: Callable[[Alert], object] | None = None,
+) -> int:
+    """Shows the verdict on the last windows until the run ends (or Ctrl-C); returns that verdict's exit code.
+
+    The run may not have begun: then it waits for the store. Each window alarms once.
+
+    Raises:
+        UsageError: interval is not positive.
+        StoreError: the file is no routing store, or is damaged.
+    """
+    from rich.live import Live
+
+    if not interval > 0:
+        raise UsageError(f"interval is {interval}", "seconds between two looks, more than 0")
+    verdict, told = None, -1
+    with Live(console=console, auto_refresh=False, transient=False) as live:
+        try:
+            while True:
+                run_ended = False
+                try:
+                    with open_run(path) as run:
+                        run_ended = CLOSED in run.meta
+                        verdict = check(run, policy, checkpoint=_last_step(run))
+                        live.update(_screen(run, verdict, console.width), refresh=True)
+                except (UsageError, NoDataError) as error:
+                    if path.exists() and isinstance(error, UsageError) and path.is_file():
+                        raise
+                    live.update(
+                        f"waiting for {clean(str(path), 200)}: {clean(error.message, 200)}", refresh=True
+                    )
+                if verdict is not None and verdict.grid is not None and len(verdict.grid.last_step_W):
+                    newest = int(verdict.grid.last_step_W[-1])
+                    alert = alert_of(verdict, sentence(verdict)) if newest > told else None
+                    if alert is not None:
+                        told = newest
+                        live.console.print(_alert_line(alert))
+                        if notify is not None:
+                            notify(alert)
+                if run_ended:
+                    break
+                time.sleep(interval)
+        except KeyboardInterrupt:
+            pass
+    return verdict.exit_code if verdict is not None else NoDataError.exit_code
+
+
+def _last_step(run: Run) -> int | None:
+    return run.records[-1].last_step if run.records else None
+
+
+def _screen(run: Run, verdict: Verdict, width: int) -> RenderableType:
+    """Where the run is, the grid of the last windows, and the verdict as `check` prints it."""
+    from rich.console import Group
+    from rich.text import Text
+
+    last = run.records[-1] if run.records else None
+    where = "no record yet"
+    if last is not None:
+        loss = "" if last.loss is None else f", loss {last.loss:.4f}"
+        where = f"step {last.last_step:,}{loss}, {len(run.records):,} records, written {last.written_at}"
+    parts = [Text(where, style="dim"), Text(text.render(verdict, width=width).rstrip())]
+    if verdict.grid is not None and len(verdict.grid.first_step_W):
+        parts.append(Text("\n" + _grid(verdict.grid)))
+    return Group(*parts)
+
+
+def _grid(grid: Grid) -> str:
+    """One line a window, newest last, one mark a layer."""
+    lines = [f"{'window':>20}  layers {grid.layers[0]} to {grid.layers[-1]}"]
+    for w in range(len(grid.first_step_W)):
+        marks = "".join(MARKS.get(Status(int(s)), " ") if s >= 0 else " " for s in grid.status_WL[w])
+        lines.append(f"{steps(int(grid.first_step_W[w]), int(grid.last_step_W[w])):>20}  {marks}")
+    return "\n".join(lines)
+
+
+def _alert_line(alert: Alert) -> RenderableType:
+    from rich.text import Text
+
+    style = "bold red" if alert.severe else "yellow"
+    return Text(
+        f"{time.strftime('%H:%M:%S')}  {clean(alert.title, 200)}: {clean(alert.body, 300)}", style=style
+    )
