@@ -266,6 +266,11 @@ class DogeRouter(TransformersAdapter):
 
     classes = modeling("doge", "DogeCDMoE")
 
+    def router(self, module: Any, parent: nn.Module) -> nn.Module:
+        """The linear layer inside the block."""
+        gate: nn.Module = module.router_gate
+        return gate
+
     def observe(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Observation:
         (rows, columns), (row_ids, column_ids) = local(output[1]).topk(module.num_keys, dim=-1)
         sums = (rows.unsqueeze(-1) + columns.unsqueeze(-2)).flatten(-2)

@@ -47,6 +47,11 @@ class SoftmaxTopKBlock(Version4):
         + modeling("jamba", "JambaSparseMoeBlock")
     )
 
+    def router(self, module: Any, parent: nn.Module) -> nn.Module:
+        """The linear layer inside the block."""
+        gate: nn.Module = module.gate if hasattr(module, "gate") else module.router
+        return gate
+
     def observe(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Observation:
         logits = local(output[1])
         weights, indices = logits.softmax(-1, dtype=torch.float32).topk(module.top_k, dim=-1)

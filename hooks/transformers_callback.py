@@ -1,0 +1,169 @@
+"""Hugging Face `Trainer`: records every step of it, sources from a column of the data set."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from moe_audit.hooks.forwards import ForwardMicrobatches
+from moe_audit.hooks.gate import TrainingGate
+from moe_audit.hooks.recorder import Recorder
+from moe_audit.thresholds.errors import UsageError
+
+SOURCE_KEY = "source_ids"
+
+
+def audit_trainer(
+    trainer: Any,
+    path: str | Path,
+    sources: Sequence[str] | None = None,
+    *,
+    source_column: str = "source",
+    gate: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Recorder:
+    """Records the training of a `Trainer`. Call it before `trainer.train()`.
+
+    The column is kept although the trainer removes what the model's forward does not take. A two-dimensional
+    attention mask excludes padding.
+
+    Args:
+        trainer: A `transformers.Trainer`.
+        path: The store to write, `….db`.
+        sources: Names of the sources; None: everything is unlabelled and no column is read.
+        source_column: Holds one source per sequence (a name or an id), or one id per token.
+        gate: Arguments of a `TrainingGate` on the trainer's optimizer, such as {"action": "hold"}.
+        **options: Of `Recorder.attach`.
+
+    Returns:
+        The recorder. It is closed at the end of training.
+
+    Raises:
+        UsageError: See `Recorder.attach`.
+    """
+    recorder = Recorder.attach(trainer.model, path, sources, **options)
+    forwards = ForwardMicrobatches(recorder, trainer.model, SOURCE_KEY)
+    if sources is not None:
+        columns = _columns(trainer)
+        trainer.data_collator = SourceCollator(
+            trainer.data_collator, recorder.sources, source_column, columns
+        )
+        trainer.args.remove_unused_columns = False  # the collator does it, and keeps the sources
+    trainer.add_callback(RoutingCallback(recorder, forwards, gate))
+    return recorder
+
+
+class SourceCollator:
+    """Wraps a collator: takes the sources out of the rows, and puts their ids into the batch.
+
+    Args:
+        collate: The collator to wrap; it sees the rows without the column.
+        sources: Names of the sources.
+        column: Name of the column.
+        columns: The other columns to keep; None: all.
+
+    Raises:
+        UsageError: A row without the column, an unknown name, or ids per token that do not fit the batch.
+    """
+
+    def __init__(
+        self,
+        collate: Callable[[list[dict[str, Any]]], dict[str, Any]],
+        sources: Sequence[str],
+        column: str,
+        columns: Sequence[str] | None = None,
+    ) -> None:
+        self.collate = collate
+        self.sources = list(sources)
+        self.column = column
+        self.columns = columns
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        """The collated batch, with `source_ids` (B,) or (B, S)."""
+        if any(self.column not in row for row in rows):
+            raise UsageError(f"a row has no column {self.column!r}", "name the column that holds the sources")
+        labels = [row[self.column] for row in rows]
+        keep = set(rows[0]) if self.columns is None else set(self.columns)
+        batch = self.collate(
+            [{k: v for k, v in row.items() if k in keep and k != self.column} for row in rows]
+        )
+        batch[SOURCE_KEY] = self._ids(labels, batch)
+        return batch
+
+    def _ids(self, labels: list[Any], batch: dict[str, Any]) -> torch.Tensor:
+        if all(isinstance(label, str | int) for label in labels):
+            return torch.tensor([self._id(label) for label in labels])
+        width = batch["input_ids"].shape[1]
+        tokenizer = getattr(self.collate, "tokenizer", None) or getattr(
+            self.collate, "processing_class", None
+        )
+        left = getattr(tokenizer, "padding_side", "right") == "left"
+        ids = torch.full((len(labels), width), -1)
+        for row, label in zip(ids, labels, strict=True):
+            values = torch.as_tensor(label)
+            if len(values) > width:
+                raise UsageError(f"{len(values)} source ids for a sequence of {width} tokens")
+            row[width - len(values) if left else 0 :][: len(values)] = values
+        return ids
+
+    def _id(self, label: str | int) -> int:
+        if isinstance(label, int):
+            return label
+        if label not in self.sources:
+            known = ", ".join(self.sources)
+            raise UsageError(f"{label!r} in column {self.column!r} is not a source", f"sources are {known}")
+        return self.sources.index(label)
+
+
+class RoutingCallback(TrainerCallback):  # type: ignore[misc]
+    """Tells the recorder when a step is done; cuts a record before each save; closes it in the end."""
+
+    def __init__(
+        self, recorder: Recorder, forwards: ForwardMicrobatches, gate: Mapping[str, Any] | None = None
+    ) -> None:
+        self.recorder = recorder
+        self.forwards = forwards
+        self.gate_options = gate
+        self.gate: TrainingGate | None = None
+        self._lr: float | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Puts the gate on the optimizer."""
+        if self.gate_options is not None:
+            self.gate = TrainingGate(self.recorder, _bare(kwargs["optimizer"]), **self.gate_options)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Keeps the learning rate of this step; the scheduler moves on before the step has ended."""
+        self._lr = float(kwargs["optimizer"].param_groups[0]["lr"])
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """One optimizer step is done."""
+        loss, self.forwards.loss = self.forwards.loss, None
+        self.recorder.step(state.global_step, lr=self._lr, loss=loss)
+        if control.should_save:
+            self.recorder.flush()
+        if self.gate is not None and self.gate.pause_requested:
+            control.should_save = control.should_training_stop = True
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Writes the rest and leaves the model as it was."""
+        self.recorder.close()
+
+
+def _columns(trainer: Any) -> list[str] | None:
+    """The columns that the trainer would keep."""
+    if not trainer.args.remove_unused_columns:
+        return None
+    model = trainer.model
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return [*inspect.signature(inner.forward).parameters, "label", "label_ids", *trainer.label_names]
+
+
+def _bare(optimizer: Any) -> Any:
+    """The torch optimizer in accelerate's."""
+    return getattr(optimizer, "optimizer", optimizer)
