@@ -1,13 +1,13 @@
 """Sums over blocks of records, read in one pass: add records into blocks once, then add blocks into windows.
 
-Shapes: R records of the run, n rows of one read, B blocks, S sources, E experts of a layer.
+Shapes: R records of the run, n records of one read, B blocks, L layers of one size, S sources, E experts.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,13 +15,13 @@ import numpy.typing as npt
 
 from moe_audit.record import LayerInfo
 from moe_audit.run import Run
-from moe_audit.scan import scan
+from moe_audit.scan import Slab, scan
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-BLOCK_BYTES = 400_000_000  # block sums held at once; with more, layers are read in several passes
+GROUP_BYTES = 400_000_000  # sums held at once; with more, layers are read in several passes
 
 
 @dataclass
@@ -29,11 +29,12 @@ class LayerBlocks:
     """One layer's sums over blocks of records. None: the store has none of it.
 
     Attributes:
-        counts_BSE: Router picks.
-        rows_R: Which records have a row of this layer.
-        broken_R: Records in which picks + invalid ids are not k x tokens.
-        row_calls_R: Router forwards per record; 0 where not known.
+        counts_BSE, invalid_B, tokens_BS, prob_BSE, top1_BS2, sq_over_t_BE, dropped_BE: Sums of the stored.
+        peak_BE: Largest load in one micro-batch.
         calls_B: Router forwards, or micro-batches where those are not known.
+        logits_B3E: Sums over records of w, w x mean, w x (deviation^2 + mean^2), w the tokens of the record.
+        rows_R: Which records have a row of this layer.
+        picks_R, tokens_R, calls_R: Picks with invalid ids, tokens and forwards of each record.
         series: Per-record picks [R, E] and picks per source [R, S], where asked for.
     """
 
@@ -41,152 +42,145 @@ class LayerBlocks:
     counts_BSE: Ints
     invalid_B: Ints
     rows_R: npt.NDArray[np.bool_]
-    broken_R: npt.NDArray[np.bool_]
     picks_R: Ints
     tokens_R: Ints
-    row_calls_R: Ints
-    has_tokens: bool = False
+    calls_R: Ints
     tokens_BS: Ints | None = None
     prob_BSE: Floats | None = None
     top1_BS2: Floats | None = None
-    calls_B: Floats | None = None
+    calls_B: Ints | None = None
     peak_BE: Floats | None = None
     sq_over_t_BE: Floats | None = None
     dropped_BE: Ints | None = None
-    logits_B3E: Floats | None = (
-        None  # sums over records of weight, weight x mean, weight x (deviation^2 + mean^2)
-    )
-    series: tuple[Array, Array] | None = field(default=None, repr=False)
+    logits_B3E: Floats | None = None
+    series: tuple[Array, Array] | None = None
 
 
 def read_blocks(
     run: Run, layers: Sequence[LayerInfo], block_R: Ints, num_blocks: int, *, series: bool = False
 ) -> Iterator[LayerBlocks]:
-    """Block sums of each layer. `block_R`: the block of each record of `run.records`, -1 to leave it out.
+    """Block sums of each layer, in the order of `layers` but for those of another size.
+
+    Args:
+        block_R: The block of each record of `run.records`, -1 to leave it out.
+        num_blocks: B.
+        series: Whether the picks of each record are wanted too.
 
     Raises:
-        StoreError: a matrix is damaged.
+        StoreError: an array is damaged.
     """
-    S = len(run.sources)
-    group: list[LayerInfo] = []
-    size = 0
-    for info in layers:
-        bytes_needed = num_blocks * S * info.num_experts * 16
-        if group and size + bytes_needed > BLOCK_BYTES:
-            yield from _read_group(run, group, block_R, num_blocks, series)
-            group, size = [], 0
-        group.append(info)
-        size += bytes_needed
-    if group:
-        yield from _read_group(run, group, block_R, num_blocks, series)
+    for group in _groups(layers, num_blocks * len(run.sources)):
+        sums = _Sums(run, group, block_R, num_blocks, series)
+        rows = np.flatnonzero(block_R >= 0)
+        for slab in scan(run, "load", group, rows):
+            sums.add_load(slab)
+        for slab in scan(run, "layer_stat", group, rows):
+            sums.add_stat(slab)
+        yield from sums.layers()
 
 
-def _read_group(
-    run: Run, layers: Sequence[LayerInfo], block_R: Ints, B: int, series: bool
-) -> Iterator[LayerBlocks]:
-    S, R = len(run.sources), len(run.records)
-    out = {}
-    for info in layers:
-        E = info.num_experts
-        out[info.layer] = LayerBlocks(
-            info,
-            np.zeros((B, S, E), np.int64),
-            np.zeros(B, np.int64),
-            np.zeros(R, bool),
-            np.zeros(R, bool),
-            np.zeros(R, np.int64),
-            np.zeros(R, np.int64),
-            np.zeros(R, np.int64),
-            series=(np.zeros((R, E), np.uint32), np.zeros((R, S), np.int64)) if series else None,
-        )
-    rows = np.flatnonzero(block_R >= 0)
-    for info, row_n, columns in scan(run, "load", layers, rows):
-        _add_load(out[info.layer], row_n, block_R[row_n], columns)
-    weight_R = np.array([r.tokens or 1 for r in run.records], np.float64)
-    batches_R = np.array([r.microbatches or 0 for r in run.records], np.float64)
-    for info, row_n, columns in scan(run, "layer_stat", layers, rows):
-        _add_stat(out[info.layer], row_n, block_R[row_n], columns, weight_R, batches_R)
-    yield from out.values()
+def _groups(layers: Sequence[LayerInfo], cells_per_expert: int) -> Iterator[list[LayerInfo]]:
+    """Layers with the same number of experts, as many as memory should hold at once."""
+    for num_experts in dict.fromkeys(info.num_experts for info in layers):
+        same = [info for info in layers if info.num_experts == num_experts]
+        most = max(1, GROUP_BYTES // (16 * num_experts * cells_per_expert))
+        for start in range(0, len(same), most):
+            yield same[start : start + most]
 
 
-def _segments(block_n: Ints) -> Iterator[tuple[int, slice]]:
-    """(block, rows) of each stretch of rows in one block."""
-    cuts = [0, *(np.flatnonzero(np.diff(block_n)) + 1).tolist(), len(block_n)]
-    for start, stop in itertools.pairwise(cuts):
-        yield int(block_n[start]), slice(start, stop)
+class _Sums:
+    """Sums of a group of layers, stacked: [L, B, ...] and, per record, [L, R]."""
 
+    def __init__(
+        self, run: Run, layers: Sequence[LayerInfo], block_R: Ints, num_blocks: int, series: bool
+    ) -> None:
+        L, R = len(layers), len(run.records)
+        self.infos, self.block_R, self.B = layers, block_R, num_blocks
+        self.weight_R = np.array([r.tokens or 1 for r in run.records], np.float64)
+        self.batches_R = np.array([r.microbatches or 0 for r in run.records], np.int64)
+        S, E = len(run.sources), layers[0].num_experts
+        self.block_sums: dict[str, Array] = {
+            "counts": np.zeros((L, num_blocks, S, E), np.int64),
+            "invalid": np.zeros((L, num_blocks), np.int64),
+        }
+        self.rows_LR = np.zeros((L, R), bool)
+        self.picks_LR, self.tokens_LR, self.calls_LR = (np.zeros((L, R), np.int64) for _ in range(3))
+        self.series = (np.zeros((L, R, E), np.uint32), np.zeros((L, R, S), np.int64)) if series else None
 
-def _add_load(blocks: LayerBlocks, row_n: Ints, block_n: Ints, columns: dict[str, Array | None]) -> None:
-    counts_nSE = columns["counts"]
-    assert counts_nSE is not None  # NOT NULL in the schema
-    tokens_nS, prob_nSE, top1_nS2 = columns["tokens"], columns["prob_sum"], columns["top1"]
-    invalid_n = columns["invalid"]
-    assert invalid_n is not None
-    picks_nS = counts_nSE.sum(-1, dtype=np.int64)
-    picks_n = picks_nS.sum(-1) + invalid_n
-    blocks.rows_R[row_n] = True
-    blocks.picks_R[row_n] = picks_n
-    if tokens_nS is not None:
-        blocks.has_tokens = True
-        blocks.tokens_R[row_n] = tokens_nS.sum(-1)
-        if blocks.info.top_k is not None:
-            blocks.broken_R[row_n] = picks_n != blocks.info.top_k * blocks.tokens_R[row_n]
-    if blocks.series is not None:
-        blocks.series[0][row_n] = counts_nSE.sum(1, dtype=np.int64)
-        blocks.series[1][row_n] = picks_nS
-    for b, rows in _segments(block_n):
-        blocks.counts_BSE[b] += counts_nSE[rows].sum(0, dtype=np.int64)
-        blocks.invalid_B[b] += int(invalid_n[rows].sum())
-        if tokens_nS is not None:
-            if blocks.tokens_BS is None:
-                blocks.tokens_BS = np.zeros(blocks.counts_BSE.shape[:2], np.int64)
-            blocks.tokens_BS[b] += tokens_nS[rows].sum(0)
-        if prob_nSE is not None:
-            if blocks.prob_BSE is None:
-                blocks.prob_BSE = np.zeros(blocks.counts_BSE.shape)
-            blocks.prob_BSE[b] += prob_nSE[rows].sum(0, dtype=np.float64)
-        if top1_nS2 is not None:
-            if blocks.top1_BS2 is None:
-                blocks.top1_BS2 = np.zeros((*blocks.counts_BSE.shape[:2], 2))
-            blocks.top1_BS2[b] += top1_nS2[rows].sum(0, dtype=np.float64)
+    def add_load(self, slab: Slab) -> None:
+        """Takes in rows of `load`."""
+        counts, invalid, tokens = slab.arrays["counts"], slab.arrays["invalid"], slab.arrays["tokens"]
+        assert counts is not None and invalid is not None  # NOT NULL in the schema
+        picks_nLS = counts.sum(-1, dtype=np.int64)
+        where = (slab.layers, slab.rows)
+        self.rows_LR[where] = True
+        self.picks_LR[where] = (picks_nLS.sum(-1) + invalid).T
+        if tokens is not None:
+            self.tokens_LR[where] = tokens.sum(-1).T
+        if self.series is not None:
+            self.series[0][where] = counts.sum(2, dtype=np.int64).swapaxes(0, 1)
+            self.series[1][where] = picks_nLS.swapaxes(0, 1)
+        for name, array in slab.arrays.items():
+            if array is not None:
+                self._add(name, slab, array)
 
+    def add_stat(self, slab: Slab) -> None:
+        """Takes in rows of `layer_stat`."""
+        calls = slab.arrays["calls"]
+        if calls is None:
+            calls = np.broadcast_to(self.batches_R[slab.rows][:, None], self._shape(slab))
+        else:
+            self.calls_LR[slab.layers, slab.rows] = calls.T
+        self._add("calls", slab, calls)
+        for name in ("sq_over_t", "dropped"):
+            if (array := slab.arrays[name]) is not None:
+                self._add(name, slab, array)
+        if (peak := slab.arrays["peak"]) is not None:
+            self._add("peak", slab, peak, largest=True)
+        mean, std = slab.arrays["logit_mean"], slab.arrays["logit_std"]
+        if mean is not None and std is not None:
+            weight = self.weight_R[slab.rows][:, None, None]
+            mean, std = mean.astype(np.float64), std.astype(np.float64)
+            parts = [np.broadcast_to(weight, mean.shape), weight * mean, weight * (std**2 + mean**2)]
+            self._add("logits", slab, np.stack(parts, axis=2))
 
-def _add_stat(
-    blocks: LayerBlocks,
-    row_n: Ints,
-    block_n: Ints,
-    columns: dict[str, Array | None],
-    weight_R: Floats,
-    batches_R: Floats,
-) -> None:
-    B, _, E = blocks.counts_BSE.shape
-    peak_nE, sq_nE, dropped_nE, mean_nE, std_nE, calls_n = (
-        columns[c] for c in ("peak", "sq_over_t", "dropped", "logit_mean", "logit_std", "calls")
-    )
-    calls = batches_R[row_n] if calls_n is None else calls_n
-    if calls_n is not None:
-        blocks.row_calls_R[row_n] = calls_n
-    if blocks.calls_B is None:
-        blocks.calls_B = np.zeros(B)
-    weight_n1 = weight_R[row_n][:, None]
-    for b, rows in _segments(block_n):
-        blocks.calls_B[b] += float(calls[rows].sum())
-        if peak_nE is not None:
-            if blocks.peak_BE is None:
-                blocks.peak_BE = np.zeros((B, E))
-            np.maximum(blocks.peak_BE[b], peak_nE[rows].max(0), out=blocks.peak_BE[b])
-        if sq_nE is not None:
-            if blocks.sq_over_t_BE is None:
-                blocks.sq_over_t_BE = np.zeros((B, E))
-            blocks.sq_over_t_BE[b] += sq_nE[rows].sum(0)
-        if dropped_nE is not None:
-            if blocks.dropped_BE is None:
-                blocks.dropped_BE = np.zeros((B, E), np.int64)
-            blocks.dropped_BE[b] += dropped_nE[rows].sum(0, dtype=np.int64)
-        if mean_nE is not None and std_nE is not None:
-            if blocks.logits_B3E is None:
-                blocks.logits_B3E = np.zeros((B, 3, E))
-            w, mean, std = weight_n1[rows], mean_nE[rows].astype(np.float64), std_nE[rows].astype(np.float64)
-            blocks.logits_B3E[b, 0] += w.sum(0)
-            blocks.logits_B3E[b, 1] += (w * mean).sum(0)
-            blocks.logits_B3E[b, 2] += (w * (std**2 + mean**2)).sum(0)
+    def layers(self) -> Iterator[LayerBlocks]:
+        """The sums of each layer."""
+        for i, info in enumerate(self.infos):
+            sums = {name: array[i] for name, array in self.block_sums.items()}
+            yield LayerBlocks(
+                info,
+                sums["counts"],
+                sums["invalid"],
+                self.rows_LR[i],
+                self.picks_LR[i],
+                self.tokens_LR[i],
+                self.calls_LR[i],
+                sums.get("tokens"),
+                sums.get("prob_sum"),
+                sums.get("top1"),
+                sums.get("calls"),
+                sums.get("peak"),
+                sums.get("sq_over_t"),
+                sums.get("dropped"),
+                sums.get("logits"),
+                None if self.series is None else (self.series[0][i], self.series[1][i]),
+            )
+
+    def _shape(self, slab: Slab) -> tuple[int, int]:
+        return len(slab.rows), slab.layers.stop - slab.layers.start
+
+    def _add(self, name: str, slab: Slab, array: Array, *, largest: bool = False) -> None:
+        """Adds rows [n, L, ...] into their blocks; integers stay exact, floats are summed as float64."""
+        dtype = np.int64 if array.dtype.kind in "iu" else np.float64
+        if name not in self.block_sums:
+            self.block_sums[name] = np.zeros((len(self.infos), self.B, *array.shape[2:]), dtype)
+        sums = self.block_sums[name]
+        block_n = self.block_R[slab.rows]
+        cuts = [0, *(np.flatnonzero(np.diff(block_n)) + 1).tolist(), len(block_n)]
+        for start, stop in pairwise(cuts):
+            place = (slab.layers, int(block_n[start]))
+            if largest:
+                sums[place] = np.maximum(sums[place], array[start:stop].max(0))
+            else:
+                sums[place] += array[start:stop].sum(0, dtype=dtype)

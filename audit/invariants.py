@@ -42,25 +42,26 @@ class Inspector:
                 INVARIANT,
                 f"{name} did not fire in {_steps(self.records, missing)}: the hook was bypassed or came off",
             )
-        if not blocks.has_tokens or info.top_k is None or POST_DROP in info.tags:
+        if blocks.tokens_BS is None or info.top_k is None or POST_DROP in info.tags:
             self.unchecked.append(info.layer)
             return
-        broken = np.flatnonzero(blocks.broken_R[rows])
+        tokens, picks, calls = (x[rows] for x in (blocks.tokens_R, blocks.picks_R, blocks.calls_R))
+        counted = blocks.rows_R[rows] & ((tokens > 0) | known)
+        broken = np.flatnonzero(counted & (picks != info.top_k * tokens))
         if len(broken):
             r = broken[0]
             yield problem(
                 INVARIANT,
                 f"{name}: picks and invalid ids are not k x tokens in {_steps(self.records, broken)}: first"
-                f" {blocks.picks_R[rows[r]]} where {info.top_k} x {blocks.tokens_R[rows[r]]} belong",
+                f" {picks[r]} where {info.top_k} x {tokens[r]} belong",
             )
-        tokens = blocks.tokens_R[rows]
         per_record = np.array([r.tokens or 0 for r in self.records])
         batches = np.array([r.microbatches or 0 for r in self.records])
-        calls = np.where(blocks.row_calls_R[rows] > 0, blocks.row_calls_R[rows], batches)
+        calls = np.where(calls > 0, calls, batches)
         repeats = np.where(
             (batches > 0) & (calls % np.maximum(batches, 1) == 0), calls // np.maximum(batches, 1), 1
         )
-        twice = np.flatnonzero(known & blocks.rows_R[rows] & (tokens != per_record * np.maximum(repeats, 1)))
+        twice = np.flatnonzero(counted & known & (tokens != per_record * np.maximum(repeats, 1)))
         if len(twice):
             r = twice[0]
             yield problem(

@@ -1,126 +1,215 @@
 """One pass over the arrays of a run: many rows at once, in the order in which they lie in the file.
 
 `Run.counts(layer)` and its like give one layer whole; the judge needs all layers, and sums of records only.
-Shapes: n rows of one batch, S sources, E experts of a layer.
+Rows are turned into arrays a few hundred at a time: more would not stay in the processor's cache.
+Shapes: n records, L layers, S sources, E experts of a layer.
 """
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from moe_audit.checksums import all_match
 from moe_audit.read_only import damaged
 from moe_audit.record import LOAD_DTYPES, STAT_DTYPES, LayerInfo, crc_seed
 from moe_audit.run import Run
-from moe_audit.thresholds.errors import StoreError
 
 Array = npt.NDArray[Any]
-Batch = dict[str, Array | None]
+Ints = npt.NDArray[np.int64]
 
-BATCH_BYTES = 64_000_000  # blobs held while a batch grows, over all layers
-MAX_BATCH_ROWS = 512
-_TABLES = {"load": (LOAD_DTYPES, "invalid"), "layer_stat": (STAT_DTYPES, "calls")}
+CHUNK_ROWS = 512
+_TABLES: dict[str, tuple[Mapping[str, str], str]] = {
+    "load": (LOAD_DTYPES, "invalid"),
+    "layer_stat": (STAT_DTYPES, "calls"),
+}
+_PER_SOURCE = {"counts": (-1,), "prob_sum": (-1,), "tokens": (), "top1": (2,)}  # -1: experts
 
 
-def scan(
-    run: Run, table: str, layers: Sequence[LayerInfo], rows: npt.NDArray[np.int64]
-) -> Iterator[tuple[LayerInfo, npt.NDArray[np.int64], Batch]]:
-    """(layer, rows of `run.records`, arrays [n, ...]) of `load` or `layer_stat`, in batches of one layer.
+@dataclass(frozen=True)
+class Slab:
+    """Rows of n records for L layers: `arrays[name]` is [n, L, ...], None where the records hold none.
 
-    An array is None where none of the batch's records holds it; records that differ in that come in batches
-    of their own. The order of the batches is not fixed.
+    `layers` are places in the layers asked for; `rows` are places in `run.records`.
+    """
+
+    layers: slice
+    rows: Ints
+    arrays: dict[str, Array | None]
+
+
+def scan(run: Run, table: str, layers: Sequence[LayerInfo], rows: Ints) -> Iterator[Slab]:
+    """The rows of `load` or `layer_stat` for layers with the same number of experts.
+
+    Records that differ in which arrays they hold come in slabs of their own; the order is not fixed.
 
     Raises:
         StoreError: the file is damaged.
     """
     dtypes, scalar = _TABLES[table]
-    S = len(run.sources)
-    row_of_record = {run.records[r].record: int(r) for r in rows}
-    info_of_layer = {info.layer: info for info in layers}
-    row_bytes = sum(16 * info.num_experts * (S + 1) for info in layers)
-    limit = int(min(max(BATCH_BYTES // max(row_bytes, 1), 1), MAX_BATCH_ROWS))
-    pending: dict[tuple[int, tuple[bool, ...]], list[Any]] = {}
-    for row in _rows(run, table, [*dtypes, scalar, "crc"], layers, row_of_record):
-        if row[0] in row_of_record and row[1] in info_of_layer:
-            key = (row[1], tuple([value is None for value in row[2:]]))
-            batch = pending.setdefault(key, [])
-            batch.append(row)
-            if len(batch) >= limit:
-                yield _decode(run, info_of_layer[row[1]], dtypes, scalar, batch, row_of_record)
-                del pending[key]
-    for (layer, _), batch in pending.items():
-        yield _decode(run, info_of_layer[layer], dtypes, scalar, batch, row_of_record)
+    if not len(rows) or not layers:
+        return
+    numbers = np.array([run.records[r].record for r in rows], np.int64)
+    row_of_record = np.full(int(numbers.max()) + 2, -1, np.int64)  # the last: numbers beyond
+    row_of_record[numbers] = rows
+    order = np.array([info.layer for info in layers])
+    L = len(layers)
+    cursor = _rows(run, table, [*dtypes, scalar, "crc"], layers, numbers)
+    decoder = _Decoder(run, layers[0].num_experts, dtypes, scalar)
+    while chunk := list(islice(cursor, max(1, CHUNK_ROWS // L) * L)):
+        record_n, layer_n, *columns = zip(*chunk, strict=True)
+        record_c, layer_c = np.array(record_n), np.array(layer_n)
+        if record_c.dtype.kind != "i" or layer_c.dtype.kind != "i":
+            raise damaged(run.path, f"the keys of {table} are no integers")
+        row_c = row_of_record[np.where((record_c < 0) | (record_c >= len(row_of_record)), -1, record_c)]
+        if len(chunk) % L == 0 and _regular(record_c.reshape(-1, L), layer_c.reshape(-1, L), order, columns):
+            arrays = decoder(record_c, layer_c, columns)
+            keep = row_c[::L] >= 0
+            if keep.any():
+                yield Slab(slice(0, L), row_c[::L][keep], {k: _some(a, keep, L) for k, a in arrays.items()})
+            continue
+        for i, layer in enumerate(order):
+            mine = np.flatnonzero((layer_c == layer) & (row_c >= 0))
+            for place in _alike(columns, mine):
+                picked = [_pick(column, place) for column in columns]
+                arrays = decoder(record_c[place], layer_c[place], picked)
+                one = {k: None if a is None else a[:, None] for k, a in arrays.items()}
+                yield Slab(slice(i, i + 1), row_c[place], one)
 
 
 def _rows(
-    run: Run, table: str, columns: list[str], layers: Sequence[LayerInfo], row_of_record: dict[int, int]
+    run: Run, table: str, columns: list[str], layers: Sequence[LayerInfo], numbers: Ints
 ) -> Iterator[tuple[Any, ...]]:
     """All rows in file order; by the index where only a small part of the run is wanted."""
     select = f"SELECT record, layer, {', '.join(columns)} FROM {table}"
-    if not row_of_record:
+    if 4 * len(numbers) > len(run.records):
+        some = ""
+        if len(layers) < len(run.layers):
+            some = f" WHERE layer IN ({', '.join(str(info.layer) for info in layers)})"
+        yield from run.query(f"{select} NOT INDEXED{some}")
         return
-    if 4 * len(row_of_record) > len(run.records):
-        marks = ", ".join("?" * len(layers))
-        some = f" WHERE layer IN ({marks})" if len(layers) < len(run.layers) else ""
-        yield from run.query(f"{select} NOT INDEXED{some}", *([i.layer for i in layers] if some else []))
-        return
-    low, high = min(row_of_record), max(row_of_record)
+    low, high = int(numbers.min()), int(numbers.max())
     for info in layers:
         yield from run.query(f"{select} WHERE layer = ? AND record BETWEEN ? AND ?", info.layer, low, high)
 
 
-def _decode(
-    run: Run,
-    info: LayerInfo,
-    dtypes: dict[str, str],
-    scalar: str,
-    batch: list[tuple[Any, ...]],
-    row_of_record: dict[int, int],
-) -> tuple[LayerInfo, npt.NDArray[np.int64], Batch]:
-    S, E = len(run.sources), info.num_experts
-    shapes = {"counts": (S, E), "prob_sum": (S, E), "tokens": (S,), "top1": (S, 2)}
-    crcs = batch[0][-1] is not None
-    if crcs:
-        stored_nC = (
-            np.frombuffer(b"".join([row[-1] for row in batch]), "<u4").reshape(len(batch), -1).tolist()
-        )
-        seeds = [crc_seed(row[0], info.layer) for row in batch]
-    arrays: Batch = {}
-    for column, (name, dtype) in enumerate(dtypes.items()):
-        if batch[0][2 + column] is None:
-            arrays[name] = None
-            continue
-        blobs = [row[2 + column] for row in batch]
-        if crcs:
-            for n, blob in enumerate(blobs):
-                if zlib.crc32(blob, seeds[n]) != stored_nC[n][column]:
-                    raise _damaged(run, info, batch[n][0], name)
-        shape = shapes.get(name, (E,))
-        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        for n, blob in enumerate(blobs):
-            if len(blob) != size:
-                blobs[n] = _with_new_sources(run, info, batch[n], name, blob, size, name in shapes)
-        arrays[name] = np.frombuffer(b"".join(blobs), dtype).reshape(len(blobs), *shape)
-    values = [row[2 + len(dtypes)] for row in batch]
-    arrays[scalar] = None if values[0] is None else np.array(values, dtype=np.int64)
-    rows_n = np.array([row_of_record[row[0]] for row in batch], dtype=np.int64)
-    return info, rows_n, arrays
+def _regular(record: Array, layer: Array, order: Array, columns: Sequence[tuple[Any, ...]]) -> bool:
+    """Whether the chunk is what writers make: record after record, all layers in order, the same columns."""
+    return bool(
+        (record == record[:, :1]).all()
+        and (layer == order).all()
+        and all(values[0] is not None or values.count(None) == len(values) for values in columns)
+        and all(values[0] is None or None not in values for values in columns)
+    )
 
 
-def _with_new_sources(
-    run: Run, info: LayerInfo, row: tuple[Any, ...], name: str, blob: bytes, size: int, per_source: bool
-) -> bytes:
-    """A matrix from before the last sources were added lacks their rows: zeros. Else it is damaged."""
-    source_bytes = size // len(run.sources)
-    checked = row[-1] is not None
-    if per_source and checked and 0 < len(blob) < size and len(blob) % source_bytes == 0:
-        return blob + bytes(size - len(blob))
-    raise _damaged(run, info, row[0], name)
+def _some(array: Array | None, keep: Array, L: int) -> Array | None:
+    if array is None:
+        return None
+    array = array.reshape(-1, L, *array.shape[1:])
+    return array if keep.all() else array[keep]
 
 
-def _damaged(run: Run, info: LayerInfo, record: int, name: str) -> StoreError:
-    return damaged(run.path, f"the {name} of record {record}, layer {info.layer} are not what was written")
+def _alike(columns: Sequence[tuple[Any, ...]], mine: Ints) -> Iterator[Ints]:
+    """Splits rows so that within a batch each column is NULL throughout or nowhere."""
+    groups: dict[tuple[bool, ...], list[int]] = {}
+    for n in mine.tolist():
+        groups.setdefault(tuple([column[n] is None for column in columns]), []).append(n)
+    yield from (np.array(group, np.int64) for group in groups.values())
+
+
+def _pick(column: tuple[Any, ...], place: Ints) -> tuple[Any, ...]:
+    if len(place) == 1:
+        return (column[int(place[0])],)
+    return tuple(itemgetter(*place.tolist())(column))
+
+
+@dataclass(frozen=True)
+class _Decoder:
+    """Turns the columns of many rows into arrays, once they are found to be what was written."""
+
+    run: Run
+    num_experts: int
+    dtypes: Mapping[str, str]
+    scalar: str
+
+    def __call__(
+        self, record_n: Array, layer_n: Array, columns: Sequence[tuple[Any, ...]]
+    ) -> dict[str, Array | None]:
+        *blobs, scalars, crcs = columns
+        key_n = _Keys(self.run, record_n, layer_n)
+        stored: Array | None = None
+        if crcs[0] is not None:
+            stored = np.frombuffer(_join(key_n, "crc", crcs), "<u4")
+            if len(stored) != len(crcs) * len(self.dtypes):
+                raise key_n.damaged(0, "crc")
+            stored = stored.reshape(len(crcs), -1)
+        arrays: dict[str, Array | None] = {}
+        for column, (name, dtype) in enumerate(self.dtypes.items()):
+            expected = None if stored is None else stored[:, column]
+            values = blobs[column]
+            arrays[name] = (
+                None if values[0] is None else self._stack(key_n, name, np.dtype(dtype), values, expected)
+            )
+        if scalars[0] is not None and not all(isinstance(v, int) for v in scalars):
+            raise key_n.damaged(0, self.scalar)
+        arrays[self.scalar] = None if scalars[0] is None else np.array(scalars, dtype=np.int64)
+        return arrays
+
+    def _stack(
+        self, key_n: _Keys, name: str, dtype: np.dtype[Any], values: tuple[Any, ...], expected: Array | None
+    ) -> Array:
+        """The blobs of one column as one array [n, ...]."""
+        tail = tuple(self.num_experts if d < 0 else d for d in _PER_SOURCE.get(name, (-1,)))
+        row = math.prod(tail) * dtype.itemsize
+        S = len(self.run.sources) if name in _PER_SOURCE else 1
+        joined = _join(key_n, name, values)
+        if expected is None:
+            right = all(len(v) == S * row for v in values)
+        else:  # no need to look at each length: the checksums would not match
+            right = len(joined) == S * row * len(values) and all_match(
+                joined, len(values), expected, key_n.seed_n
+            )
+        if not right:
+            joined = b"".join(_mended(key_n, name, values, expected, row, S))
+        return np.frombuffer(joined, dtype).reshape(-1, *((S,) if name in _PER_SOURCE else ()), *tail)
+
+
+class _Keys:
+    """Which rows of the table a batch holds."""
+
+    def __init__(self, run: Run, record_n: Array, layer_n: Array) -> None:
+        self.run, self.record_n, self.layer_n = run, record_n, layer_n
+        self.seed_n: Array = crc_seed(record_n, layer_n)  # type: ignore[arg-type, assignment]  # works on arrays too
+
+    def damaged(self, n: int, name: str) -> Exception:
+        place = f"record {self.record_n[n]}, layer {self.layer_n[n]}"
+        return damaged(self.run.path, f"{place}: {name} is not what was written")
+
+
+def _join(key_n: _Keys, name: str, values: tuple[Any, ...]) -> bytes:
+    try:
+        return b"".join(values)
+    except TypeError as error:
+        raise key_n.damaged(0, name) from error
+
+
+def _mended(
+    key_n: _Keys, name: str, values: tuple[bytes, ...], expected: Array | None, row: int, S: int
+) -> Iterator[bytes]:
+    """Each blob by itself. One written before the last sources were added lacks their rows: zeros."""
+    for n, blob in enumerate(values):
+        rows, rest = divmod(len(blob), row)
+        if rest or not 0 < rows <= S or (rows < S and expected is None):
+            raise key_n.damaged(n, name)
+        if expected is not None and zlib.crc32(blob, int(key_n.seed_n[n])) != int(expected[n]):
+            raise key_n.damaged(n, name)
+        yield blob + bytes(row * (S - rows))
