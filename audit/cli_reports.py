@@ -39,6 +39,7 @@ def report(
 ) -> int:
     """Write an HTML page with pictures of RUN and its verdict."""
     from moe_audit.checking import check
+    from moe_audit.explain import explain
     from moe_audit.reports.html import write_html
     from moe_audit.reports.wording import sentence, status_name
     from moe_audit.thresholds.policy import load_policy
@@ -46,7 +47,9 @@ def report(
     loaded = load_policy(policy)
     with opt.open_named(run, scope["phase"]) as opened:
         verdict = check(opened, loaded, all_cells=tensorboard is not None, **opt.judge_options(opened, scope))
-        written = write_html(opened, verdict, output or opened.path.with_name("report.html"))
+        bad = verdict.totals["FAIL"] + verdict.totals["WARN"]
+        why = explain(opened, loaded, **opt.judge_options(opened, scope)) if bad else None
+        written = write_html(opened, verdict, output or opened.path.with_name("report.html"), why)
         lines = [f"{status_name(verdict)} {sentence(verdict)}", str(written)]
         if tensorboard is not None:
             from moe_audit.reports.tensorboard import write_events

@@ -23,6 +23,9 @@ from moe_audit.windows import Windows
 Floats = npt.NDArray[np.float64]
 TOLERANCE = 1e-12  # a value at the limit, but for the rounding of its arithmetic, is at the limit
 NOT_JUDGED = -1
+# Of two gates in one window and layer the grid shows the one that decides: a gate that cannot tell does not
+# hide one that can. Indexed by status; the last entry is NOT_JUDGED.
+GRID_ORDER = np.array([2, 3, 1, 4, 5, 0])  # PASS, WARN, INSUFFICIENT, FAIL, INVALID, NOT_JUDGED
 
 
 def breaches(op: str, value: Floats, limit: float) -> npt.NDArray[np.bool_]:
@@ -161,7 +164,8 @@ class Tally:
         self.cells += [judged.cell(int(w), self.windows) for w in np.flatnonzero(self._named(status_W))]
         self._settle(judged)
         grid = self.status_WL.setdefault(judged.info.layer, np.full(len(self.windows), NOT_JUDGED, np.int8))
-        np.maximum(grid, status_W, out=grid)
+        worse_W = GRID_ORDER[status_W] > GRID_ORDER[grid]
+        grid[worse_W] = status_W[worse_W]
 
     def gate_results(self, order: Iterable[str]) -> list[GateResult]:
         """One result a gate, in the given order: its worst cell, and the limits that hold there."""

@@ -54,7 +54,10 @@ class GateResult:
 
 @dataclass(frozen=True)
 class Grid:
-    """The worst status per window and layer, for timelines: `status_WL` int8 of `Status`, -1 where nothing was judged."""
+    """The status that decides per window and layer, for timelines.
+
+    `status_WL` is int8 of `Status`, -1 where nothing was judged.
+    """
 
     first_step_W: npt.NDArray[np.int64]
     last_step_W: npt.NDArray[np.int64]

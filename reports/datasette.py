@@ -116,7 +116,7 @@ def _write_verdict(verdict: Verdict, path: Path) -> None:
     head |= {f"policy_{k}": plain(v) for k, v in verdict.policy.items()}
     head |= {f"window_{k}": plain(v) for k, v in verdict.windows.items()}
     head |= verdict.totals
-    db["verdict"].insert({k: _sql(v) for k, v in head.items()})
+    db.table("verdict").insert({k: _sql(v) for k, v in head.items()})
     ops = op_of(verdict)
     gates = [
         {"gate": g.gate, "status": g.status.name, "op": g.op, "warn": plain(g.warn), "fail": plain(g.fail),
@@ -130,18 +130,18 @@ def _write_verdict(verdict: Verdict, path: Path) -> None:
         cells.append({k: _sql(v) for k, v in row.items()} | {"op": ops.get(cell.gate)})
     kinds = (("skipped", verdict.skipped), ("waived", verdict.waived), ("problem", verdict.problems))
     notes = [{"kind": kind, "note": json.dumps(plain(n))} for kind, found in kinds for n in found]
-    db["gate"].create(
+    db.table("gate").create(
         {"gate": str, "status": str, "op": str, "warn": float, "fail": float, "worst_value": float}, pk="gate"
     )
-    db["gate"].insert_all(gates)
-    db["cell"].create(
+    db.table("gate").insert_all(gates)
+    db.table("cell").create(
         {"status": str, "gate": str, "layer": int, "layer_name": str, "source": str, "first_step": int,
          "last_step": int, "value": float, "value_reason": str, "op": str, "limit_value": float,
          "floor": float, "effective_tokens": float, "experts": str}
     )  # fmt: skip
-    db["cell"].insert_all(cells)
-    db["note"].create({"kind": str, "note": str})
-    db["note"].insert_all(notes)
+    db.table("cell").insert_all(cells)
+    db.table("note").create({"kind": str, "note": str})
+    db.table("note").insert_all(notes)
     db.close()
     draft.replace(path)
 

@@ -13,18 +13,21 @@ from moe_audit.reports.wording import expert_list, number
 from moe_audit.thresholds.errors import UsageError
 
 if TYPE_CHECKING:
+    from moe_audit.explain import Explanation
     from moe_audit.run import Run
     from moe_audit.verdict import Verdict
 
 
-def write_html(run: Run, verdict: Verdict, path: str | Path) -> Path:
+def write_html(run: Run, verdict: Verdict, path: str | Path, explanation: Explanation | None = None) -> Path:
     """Writes the report of `verdict` on `run` to `path`; its folder is made if need be.
+
+    With an `explanation` (of `moe_audit.explain`) the page also says why, and what to do.
 
     Raises:
         UsageError: plotly is not installed, or the file cannot be written.
     """
     path = Path(path)
-    text = render_html(run, verdict)
+    text = render_html(run, verdict, explanation)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -33,7 +36,7 @@ def write_html(run: Run, verdict: Verdict, path: str | Path) -> Path:
     return path
 
 
-def render_html(run: Run, verdict: Verdict) -> str:
+def render_html(run: Run, verdict: Verdict, explanation: Explanation | None = None) -> str:
     """The report as text. Script and data are compressed: the browser unpacks them itself, in some 50 ms."""
     from jinja2 import Environment, StrictUndefined
 
@@ -47,6 +50,7 @@ def render_html(run: Run, verdict: Verdict) -> str:
     header, arrays = page.collect(run, verdict)
     text = template.render(
         **page.summary(verdict),
+        diagnoses=page.diagnoses(explanation),
         events=header["events"],
         layer_names=[(i["layer"], i["name"]) for i in header["layers"]],
         windows=len(arrays["first"]),

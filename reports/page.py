@@ -28,12 +28,14 @@ from moe_audit.reports.wording import (
 )
 
 if TYPE_CHECKING:
+    from moe_audit.explain import Explanation
     from moe_audit.frame import LayerFrame
     from moe_audit.record import LayerInfo
     from moe_audit.run import Event, Run
     from moe_audit.verdict import Cell, Verdict
 
 MOST_EVENTS = 2000
+MOST_DIAGNOSES = 12
 WORST_CELLS = 500  # listed one by one; the rest are counted
 LOAD_BUDGET = 1_600_000  # values of all load maps together: what keeps the file and its opening small
 SOURCE_BUDGET = 1_200_000  # values of all source maps together; more windows than fit are thinned evenly
@@ -84,6 +86,7 @@ def collect(run: Run, verdict: Verdict) -> tuple[dict[str, Any], Arrays]:
         "layers": [_layer_info(info) for info in analysis.layers],
         "sources": [clean(s) for s in analysis.sources],
         "events": [_event(e) for e in run.events[:MOST_EVENTS]],
+        "drift": min((c.first_step for c in verdict.cells if c.gate == "drift" and c.status), default=None),
         "cells": [_cell(c, ops) for c in ranked(verdict.cells)[:WORST_CELLS] if c.status],
     }
     return header, arrays
@@ -122,6 +125,35 @@ def summary(verdict: Verdict) -> dict[str, Any]:
         "problems": [{k: clean(v, 400) for k, v in p.items()} for p in verdict.problems],
         "error": error_of(verdict),
     }
+
+
+def diagnoses(explanation: Explanation | None) -> list[dict[str, Any]]:
+    """What `explain` found, with every text harmless and of bounded length."""
+    found = explanation.diagnoses[:MOST_DIAGNOSES] if explanation is not None else []
+    return [
+        {
+            "title": clean(d.title, 200),
+            "status": clean(d.status),
+            "layer": int(d.layer),
+            "also": [int(layer) for layer in d.also_layers],
+            "first": int(d.first_step),
+            "last": int(d.last_step),
+            "source": clean(d.source),
+            "symptom": clean(d.symptom, 600),
+            "breaches": [clean(b, 200) for b in d.breaches],
+            "causes": [
+                {
+                    "cause": clean(c.cause, 400),
+                    "evidence": clean(c.evidence or "", 400),
+                    "supported": c.supported,
+                }
+                for c in d.causes
+            ],
+            "look_at": [clean(t, 400) for t in d.look_at],
+            "remedies": [clean(t, 400) for t in d.remedies],
+        }
+        for d in found
+    ]
 
 
 def thin(count: int, most: int) -> Ints:
@@ -177,6 +209,7 @@ def _cell(cell: Cell, ops: dict[str, str]) -> dict[str, Any]:
         "limit": plain(cell.limit),
         "floor": plain(cell.floor),
         "tokens": plain(cell.effective_tokens),
+        "note": clean(cell.value_reason, 300) if cell.value_reason else "",
         "experts": [int(e) for e in cell.experts[:64]],
     }
 

@@ -103,7 +103,8 @@ def _notes(verdict: Verdict, say: Callable[..., None]) -> None:
     lines: list[tuple[str, str]] = []
     if verdict.gates:
         lines.append(("cells", totals(verdict)))
-    lines += [("skipped", f"{clean(s['gate'])}: {clean(s['reason'], 200)}") for s in verdict.skipped]
+    skipped = [f"{clean(s['gate'])} ({clean(s['reason'], 200)})" for s in verdict.skipped]
+    lines += [("skipped", ", ".join(skipped))] if skipped else []
     lines += [("waived", waiver_line(w)) for w in verdict.waived]
     lines += [("problem", f"{clean(p['kind'])}: {clean(p['message'], 400)}") for p in verdict.problems]
     error = error_of(verdict)

@@ -54,8 +54,13 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
+INVERSE = {">": "<=", "<": ">=", ">=": "<", "<=": ">"}
+
+
 def breach(cell: Cell, op: str = "") -> str:
-    """The value against its limit: "0.012 < 0.25"; with the reason where there is no value."""
+    """The value against its limit: "0.012 < 0.25", or "0.4 >= 0.25" of a cell that passes."""
+    if cell.status.name == "PASS":
+        op = INVERSE.get(op, op)
     value = number(cell.value)
     if cell.value is None and cell.value_reason:
         value = clean(cell.value_reason)

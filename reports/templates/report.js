@@ -136,14 +136,20 @@
         hovertemplate: "step %{x}: loss %{y:.4f}<extra></extra>" });
       layout.yaxis2 = { ...look({ yaxis: { title: { text: "loss" } } }).yaxis, domain: [0, Math.max(0.1, split - 0.04)], nticks: 4 };
     }
+    if (data.drift !== null) layout.annotations = [{ x: data.drift, y: 1, yref: "paper", yanchor: "bottom", text: "drift", showarrow: false, font: { color: css("--high") } }];
+    if (data.drift !== null) layout.margin.t = 24;
     layout.shapes = [...marks(), frame(state.window, state.layer - 0.5, state.layer + 0.5, "y"), ...(below ? [{ ...band(state.window, "y2 domain"), line: { width: 0 } }] : [])];
     return [traces, layout];
   }
 
+  // Every event, and where drift was first noticed.
   const marked = data.events.filter((e) => e.step !== null).slice(0, 60);
+  function mark(step, colour, dash) {
+    return { type: "line", xref: "x", yref: "paper", x0: step, x1: step, y0: 0, y1: 1, line: { color: css(colour), width: 1.5, dash } };
+  }
   function marks() {
-    return marked.map((e) => ({ type: "line", xref: "x", yref: "paper", x0: e.step, x1: e.step, y0: 0, y1: 1,
-      line: { color: css("--soft"), width: 1, dash: "dot" } }));
+    const events = marked.map((e) => mark(e.step, "--soft", "dot"));
+    return data.drift === null ? events : [...events, mark(data.drift, "--high", "dash")];
   }
 
   function load() {
@@ -265,7 +271,7 @@
     badge.textContent = (SIGN[code] + " " + STATUS[code]).trim();
     const here = data.cells.filter((c) => c.layer === data.layers[state.layer].layer && c.last === last[state.window]);
     const words = here.slice(0, 4).map((c) => c.gate + " " + c.breach + (c.source === "all" ? "" : " (" + c.source + ")") +
-      (c.experts.length ? ", experts " + c.experts.slice(0, 6).join(", ") : ""));
+      (c.experts.length ? ", experts " + c.experts.slice(0, 6).join(", ") : "") + (c.note ? " (" + c.note + ")" : ""));
     if (here.length > 4) words.push("and " + (here.length - 4) + " more");
     const name = data.layers[state.layer].name;
     out.replaceChildren(badge, layerLabel(state.layer) + (name ? " (" + name + ")" : "") + ", " + windowLabel(state.window) + (words.length ? ": " + words.join("; ") : ""));
