@@ -114,16 +114,10 @@ def test_a_bf16_model_after_attaching_counts_exactly(toy, attach, stored):
 
 def test_nothing_is_left_on_the_model(toy, attach):
     model = toy.Model()
-    hooks = (
-        "_forward_hooks",
-        "_forward_pre_hooks",
-        "_forward_hooks_with_kwargs",
-        "_forward_pre_hooks_with_kwargs",
-    )
 
-    def state() -> list[object]:
+    def state() -> list[dict[str, object]]:
         return [
-            {k: list(v) if k in hooks else None for k, v in vars(module).items()}
+            {key: list(value) if "hooks" in key and value else None for key, value in vars(module).items()}
             for module in model.modules()
         ]
 

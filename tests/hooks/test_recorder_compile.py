@@ -1,4 +1,4 @@
-"""torch.compile: hooks in whole graphs count exactly, with checkpointing on either side; late ones are refused."""
+"""torch.compile: hooks in whole graphs count exactly, also with checkpointing; late ones are refused."""
 
 from __future__ import annotations
 
