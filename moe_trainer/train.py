@@ -240,7 +240,10 @@ class Trainer:
     def _recording(self, batch: Batch) -> contextlib.AbstractContextManager[Any]:
         if self.recorder is None:
             return contextlib.nullcontext()
-        return self.recorder.microbatch(sources=torch.from_numpy(batch.sources_BS))
+        sources_BS = torch.from_numpy(batch.sources_BS)
+        # Packed sequences have no padding; the mask says so, or the audit could only assume it.
+        everything_BS = torch.ones_like(sources_BS, dtype=torch.bool)
+        return self.recorder.microbatch(sources=sources_BS, mask=everything_BS)
 
     def _recorder_closed_after(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self.recorder is None else self.recorder
