@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from moe_audit.store import BUSY_TIMEOUT, check_format
+from moe_audit.store import BUSY_TIMEOUT, check_format, one_line
 from moe_audit.thresholds.errors import StoreError
 
 SIDECARS = ("-wal", "-journal")
+DAMAGE = (sqlite3.Error, UnicodeDecodeError)  # the latter where SQLite's own message quotes damaged text
 
 
 class ReadOnly:
@@ -41,7 +42,7 @@ class ReadOnly:
         """
         try:
             yield from self._connection.execute(sql, values)
-        except sqlite3.Error as error:
+        except DAMAGE as error:
             raise damaged(self.path, error) from error
 
     def close(self) -> None:
@@ -69,7 +70,7 @@ class ReadOnly:
 
 def damaged(path: Path, what: object) -> StoreError:
     """The error for a store whose content is not what was written."""
-    return StoreError(f"{path} cannot be read: {what}", "the store is damaged: restore it from a copy")
+    return StoreError(f"{path} cannot be read: {one_line(what)}", "the store is damaged: restore it from a copy")
 
 
 def _connect(path: Path, options: str) -> sqlite3.Connection:
@@ -83,6 +84,6 @@ def _readable(connection: sqlite3.Connection) -> bool:
     except sqlite3.OperationalError as error:
         # Locked, or a damaged schema: another way of opening would not help.
         return not any(word in str(error) for word in ("unable to open", "readonly"))
-    except sqlite3.DatabaseError:
+    except DAMAGE:
         return True
     return True

@@ -20,13 +20,14 @@ from moe_audit.thresholds.errors import UsageError
 MAX_COUNT = 2**32 - 1  # counts are stored as u4: a record is cut before a count could pass it
 
 # The arrays of a row in `load` and `layer_stat`, in column order, with their element types.
+ATTACHED, CLOSED = "attached", "closed"  # events: a training process began, and ended, to record
 LOAD_DTYPES = {"counts": "<u4", "prob_sum": "<f4", "tokens": "<i8", "top1": "<f4"}
 STAT_DTYPES = {
     "peak": "<f4", "sq_over_t": "<f8", "dropped": "<u4", "logit_mean": "<f4", "logit_std": "<f4",
 }  # fmt: skip
 RECORD_COLUMNS = (
     "attempt", "phase", "first_step", "last_step", "microbatches", "tokens", "excluded_tokens", "ranks",
-    "lr", "router_lr", "loss", "written_at",
+    "lr", "router_lr", "loss", "written_at", "load_rows", "stat_rows",
 )  # fmt: skip
 
 Ints = npt.NDArray[np.int64]
@@ -88,7 +89,7 @@ Blobs = tuple[bytes | None, ...]
 class EncodedRecord:
     """A record as what SQLite binds: Python integers, floats, text and bytes; checked, ready to insert."""
 
-    scalars: tuple[Any, ...]  # phase … written_at: `RECORD_COLUMNS` without the attempt
+    scalars: tuple[Any, ...]  # phase to written_at of `RECORD_COLUMNS`
     loads: tuple[tuple[int, Blobs, int], ...]  # layer, its arrays in the order of LOAD_DTYPES, invalid
     stats: tuple[tuple[int, Blobs, int | None], ...]  # layer, its arrays in the order of STAT_DTYPES, calls
     events: tuple[tuple[int | None, str, dict[str, Any]], ...]

@@ -21,6 +21,8 @@ import numpy.typing as npt
 
 from moe_audit.read_only import ReadOnly, damaged
 from moe_audit.record import (
+    ATTACHED,
+    CLOSED,
     LOAD_DTYPES,
     RECORD_COLUMNS,
     STAT_DTYPES,
@@ -110,12 +112,28 @@ class Run:
         self.phase = phase
         self._db = ReadOnly(path)
         try:
-            self._read_tables()
+            self._check_rows()
+            self._read_tables(phase)
         except BaseException:
             self._db.close()
             raise
 
-    def _read_tables(self) -> None:
+    def _check_rows(self) -> None:
+        """Pages that hold fewer rows than were written look sound to a query."""
+        for table in ("meta", "layer", "source", "attempt", "record", "event"):
+            for (found,) in self._rows(f"PRAGMA quick_check('{table}')"):
+                if found != "ok":
+                    raise damaged(self.path, str(found).splitlines()[-1])
+        self._rows_of_layer: dict[str, dict[int, int]] = {}
+        for table, column in (("load", "load_rows"), ("layer_stat", "stat_rows")):
+            known, rows = self._rows(f"SELECT total({column} IS NULL) = 0, total({column}) FROM record")[0]
+            by_layer = self._rows(f"SELECT layer, count(*) FROM {table} GROUP BY layer")
+            found = sum(count for _, count in by_layer)
+            self._rows_of_layer[table] = dict(by_layer)
+            if len(self._rows_of_layer[table]) < len(by_layer) or (known and found != rows):
+                raise damaged(self.path, f"{table} has {found} rows, {rows:.0f} were written")
+
+    def _read_tables(self, phase: str) -> None:
         self.meta: dict[str, Any] = dict(self._rows("SELECT key, value FROM meta"))
         self.layers = [
             _layer_info(self.path, row)
@@ -130,18 +148,19 @@ class Run:
             Attempt(*_typed(self.path, "attempt", row, (int, int, str, int | None)))
             for row in self._rows(f"SELECT {columns} FROM attempt ORDER BY attempt")
         ]
-        self.phases = [str(phase) for (phase,) in self._rows("SELECT DISTINCT phase FROM live_record")]
-        self.records = [
-            _record_info(self.path, row)
-            for row in self._rows(
-                f"SELECT record, {', '.join(RECORD_COLUMNS)}, crc FROM live_record WHERE phase = ?"
-                " ORDER BY last_step, record",
-                self.phase,
-            )
-        ]
-        steps = self._rows("SELECT count(*), min(first_step) FROM record WHERE phase = ?", self.phase)
-        count, self._first_step = steps[0]
-        self.superseded = count - len(self.records)
+        # All records, so that a damaged one cannot hide in another phase.
+        columns = ", ".join(RECORD_COLUMNS)
+        rows = self._rows(
+            f"SELECT record, {columns}, crc, record IN (SELECT record FROM live_record) FROM record"
+            " ORDER BY last_step, record"
+        )
+        every = [(_record_info(self.path, row[:-1]), bool(row[-1])) for row in rows]
+        self._known = {info.record for info, _ in every}
+        own = [info for info, _ in every if info.phase == phase]
+        self.records = [info for info, live in every if live and info.phase == phase]
+        self.phases = sorted({info.phase for info, live in every if live})
+        self.superseded = len(own) - len(self.records)
+        self._first_step = min((info.first_step for info in own), default=0)
         self.spilled = spilled_records(self.path)
         self._row_of_record = {info.record: r for r, info in enumerate(self.records)}
 
@@ -176,6 +195,12 @@ class Run:
         before = [(self.records[0].first_step, self._first_step - 1)]
         between = [(b.first_step, a.last_step) for a, b in pairwise(self.records) if a.attempt != b.attempt]
         return [Gap(last + 1, first - 1) for first, last in before + between if first > last + 1]
+
+    @property
+    def is_live(self) -> bool:
+        """Whether a training process may still be recording: the last to attach has not closed."""
+        last = [e.kind for e in self.events if e.kind in (ATTACHED, CLOSED)][-1:]
+        return last == [ATTACHED]
 
     def layer_info(self, layer: int) -> LayerInfo:
         """The layer of this number.
@@ -224,7 +249,7 @@ class Run:
     def present(self, layer: int) -> npt.NDArray[np.bool_]:
         """Whether the layer has a row in each record, bool [R]."""
         out = np.zeros(len(self.records), dtype=bool)
-        for (record,) in self._rows("SELECT record FROM load WHERE layer = ?", layer):
+        for (record,) in self._of_layer("load", "SELECT record FROM load WHERE layer = ?", layer):
             if record in self._row_of_record:
                 out[self._row_of_record[record]] = True
         return out
@@ -254,12 +279,23 @@ class Run:
     def _rows(self, sql: str, *values: Any) -> list[Any]:
         return list(self.query(sql, *values))
 
+    def _of_layer(self, table: str, sql: str, layer: int) -> Iterator[Any]:
+        """The rows (record, …) of a query on one layer, if they are all there and of known records."""
+        count = 0
+        for row in self.query(sql, layer):
+            if row[0] not in self._known:
+                raise damaged(self.path, f"{table} has rows of record {row[0]}, which is not there")
+            count += 1
+            yield row
+        if count != self._rows_of_layer[table].get(layer, 0):
+            raise damaged(self.path, f"{table} gives {count} rows of layer {layer}")
+
     def _stack(self, table: str, column: str, layer: int, dtype: type) -> Array | None:
         """A column of a layer over all records; None where every row is NULL."""
         info = self.layer_info(layer)
         out: Array | None = None
         sql = f"SELECT record, {column}, crc FROM {table} WHERE layer = ?"
-        for record, blob, crc in self.query(sql, layer):
+        for record, blob, crc in self._of_layer(table, sql, layer):
             r = self._row_of_record.get(record)
             if r is None or (blob is None and column != "counts"):
                 continue
@@ -297,7 +333,8 @@ class Run:
 
     def _integers(self, table: str, column: str, layer: int) -> Ints:
         out = np.zeros(len(self.records), dtype=np.int64)
-        for record, value in self.query(f"SELECT record, {column} FROM {table} WHERE layer = ?", layer):
+        sql = f"SELECT record, {column} FROM {table} WHERE layer = ?"
+        for record, value in self._of_layer(table, sql, layer):
             r = self._row_of_record.get(record)
             if r is not None and value is not None:
                 if not isinstance(value, int):
@@ -369,10 +406,9 @@ def _layer_info(path: Path, row: Sequence[Any]) -> LayerInfo:
 def _record_info(path: Path, row: Sequence[Any]) -> RecordInfo:
     *values, crc = row
     whole, real = int | None, float | None
-    _typed(
-        path, "record", values, (int, int, str, int, int, whole, whole, whole, whole, real, real, real, str)
-    )
-    info = RecordInfo(*values)
+    kinds = (int, int, str, int, int, *[whole] * 4, *[real] * 3, str, whole, whole, whole)
+    _typed(path, "record", row, kinds)
+    info = RecordInfo(*values[:-2])
     if info.last_step < info.first_step or (crc is not None and crc != record_crc(values[1:])):
         raise damaged(path, f"record {info.record} is not what was written (checksum)")
     return info

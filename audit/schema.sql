@@ -38,7 +38,9 @@ CREATE TABLE record (
   router_lr       REAL,
   loss            REAL,
   written_at      TEXT NOT NULL,
-  crc             INTEGER                    -- CRC-32 of attempt to written_at, as JSON
+  load_rows       INTEGER,                   -- its rows in load and in layer_stat: a lost one is seen
+  stat_rows       INTEGER,
+  crc             INTEGER                    -- CRC-32 of attempt to stat_rows, as JSON
 ) STRICT;
 
 CREATE TABLE load (

@@ -181,7 +181,7 @@ class Store:
             raise UsageError("a record without an attempt", "call begin_attempt(start_step) first")
         connection = self.connection
         number = connection.execute("SELECT coalesce(max(record), 0) + 1 FROM record").fetchone()[0]
-        values = (self.attempt, *record.scalars)
+        values = (self.attempt, *record.scalars, len(record.loads), len(record.stats))
         connection.execute(
             f"INSERT INTO record VALUES (?, {', '.join('?' * len(values))}, ?)",
             (number, *values, record_crc(values)),
@@ -253,11 +253,11 @@ def check_format(connection: sqlite3.Connection, path: Path) -> None:
         version = connection.execute("PRAGMA user_version").fetchone()[0]
     except sqlite3.OperationalError as error:  # locked, no permission: a disk's matter, not the format's
         raise StoreError(
-            f"{path} cannot be opened: {error}", "see that it is readable and not locked"
+            f"{path} cannot be opened: {one_line(error)}", "see that it is readable and not locked"
         ) from error
-    except sqlite3.DatabaseError as error:
+    except (sqlite3.Error, UnicodeDecodeError) as error:
         raise StoreError(
-            f"{path} is no SQLite database: {error}",
+            f"{path} is no SQLite database: {one_line(error)}",
             "name a routing.db or the run folder that holds it",
         ) from error
     if application_id != APPLICATION_ID:
@@ -270,6 +270,11 @@ def check_format(connection: sqlite3.Connection, path: Path) -> None:
             f"{path} has schema version {version}, newer than {SCHEMA_VERSION}",
             "update moe-audit to read it",
         )
+
+
+def one_line(error: object) -> str:
+    """An error of SQLite without the SQL and the bytes that it may quote over many lines."""
+    return " ".join(str(error).split())[:200]
 
 
 def connect(path: Path, timeout: float = BUSY_TIMEOUT) -> sqlite3.Connection:
