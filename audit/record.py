@@ -18,9 +18,9 @@ import numpy.typing as npt
 from moe_audit.thresholds.errors import UsageError
 
 MAX_COUNT = 2**32 - 1  # counts are stored as u4: a record is cut before a count could pass it
+ATTACHED, CLOSED = "attached", "closed"  # events: a training process began, and ended, to record
 
 # The arrays of a row in `load` and `layer_stat`, in column order, with their element types.
-ATTACHED, CLOSED = "attached", "closed"  # events: a training process began, and ended, to record
 LOAD_DTYPES = {"counts": "<u4", "prob_sum": "<f4", "tokens": "<i8", "top1": "<f4"}
 STAT_DTYPES = {
     "peak": "<f4", "sq_over_t": "<f8", "dropped": "<u4", "logit_mean": "<f4", "logit_std": "<f4",

@@ -23,6 +23,7 @@ from moe_audit.hooks.flush import Cut, Layout, pack, reduce
 from moe_audit.hooks.ranks import Ranks
 from moe_audit.hooks.steps import LearningRate, StepClock
 from moe_audit.hooks.writer import Writer
+from moe_audit.record import ATTACHED, CLOSED
 from moe_audit.store import UNLABELLED, LayerInfo, check_sources
 from moe_audit.thresholds.errors import AuditError, UsageError
 
@@ -131,6 +132,8 @@ class Recorder:
             except Exception as caught:
                 failure = caught
         ranks.share_error(failure)
+        if writer is not None:
+            writer.submit_event(None, ATTACHED, {"resume": resume, "world_size": ranks.size})
         return cls(model, found, layers, file, names, flush_every, ranks, writer, silent_layers)
 
     def __enter__(self) -> Recorder:
@@ -161,6 +164,7 @@ class Recorder:
             self._counting.release()
             self._routers = []
             if self._writer is not None:
+                self._writer.submit_event(self._clock.last, CLOSED, {})
                 self._writer.close()
 
     # -- what training calls

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from moe_audit.thresholds.policy import Policy
     from moe_audit.verdict import Grid, Verdict
 
-CLOSED = "closed_at"  # key of `meta` that the recorder sets when training ends
 MARKS = {Status.PASS: "·", Status.WARN: "w", Status.FAIL: "F", Status.INSUFFICIENT: "?", Status.INVALID: "!"}
 
 
@@ -53,7 +52,7 @@ def watch(
                 run_ended = False
                 try:
                     with open_run(path) as run:
-                        run_ended = CLOSED in run.meta
+                        run_ended = not run.is_live
                         verdict = check(run, policy, checkpoint=_last_step(run))
                         live.update(_screen(run, verdict, console.width), refresh=True)
                 except (UsageError, NoDataError) as error:

@@ -13,6 +13,7 @@ from torch import nn
 
 from moe_audit.alerts import Alert
 from moe_audit.hooks import Recorder, TrainingGate
+from moe_audit.record import ATTACHED, CLOSED
 from moe_audit.run import Event, open_run
 from moe_audit.thresholds.errors import UsageError
 
@@ -33,6 +34,16 @@ def sick_between(first: int, last: int) -> Picks:
     return lambda step: (collapsed if first <= step <= last else even)(step)
 
 
+class Spy(torch.optim.SGD):
+    """Keeps the learning rate that each step is taken with."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.rates.append(self.param_groups[0]["lr"])
+        return super().step(closure)
+
+    rates: list[float]
+
+
 @pytest.fixture
 def run(toy: Any, attach: Any, tmp_path: Any) -> Callable[..., SimpleNamespace]:
     """Train with scripted picks for some steps, `flush_every` 2, one gate; what came out of it."""
@@ -40,13 +51,12 @@ def run(toy: Any, attach: Any, tmp_path: Any) -> Callable[..., SimpleNamespace]:
     def run(picks: Picks, steps: int = 60, resume_at: int | None = None, **options: Any) -> SimpleNamespace:
         model = toy.Scripted(EXPERTS)
         weight = nn.Parameter(torch.ones(()))
-        optimizer = torch.optim.SGD([weight], lr=1.0)
+        optimizer = Spy([weight], lr=1.0)
+        optimizer.rates = []
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 + step / 100)
         options = {"check_every": 4, "cooldown": 10, **options}
         recorder: Recorder = attach(model, toy.scripted(), flush_every=2)
         gate = TrainingGate(recorder, optimizer, **options)
-        rates: dict[int, float] = {}
-        optimizer.register_step_pre_hook(lambda o, *_: rates.update({step: o.param_groups[0]["lr"]}))
         for step in range(1, steps + 1):
             if step == resume_at:
                 state = json.loads(json.dumps(gate.state_dict()))
@@ -55,18 +65,18 @@ def run(toy: Any, attach: Any, tmp_path: Any) -> Callable[..., SimpleNamespace]:
                 gate.override.detach()
                 gate = TrainingGate(recorder, optimizer, **options)
                 gate.load_state_dict(state)
-                optimizer.register_step_pre_hook(lambda o, *_: rates.update({step: o.param_groups[0]["lr"]}))
             with recorder.microbatch():
                 model(picks(step))
             weight.grad = torch.ones(())
             optimizer.step()
-            recorder.step(step, lr=rates[step])
+            recorder.step(step, lr=optimizer.rates[-1])
             scheduler.step()
             if gate.pause_requested:
                 break
         recorder.close()
         with open_run(tmp_path) as stored:
-            events = stored.events
+            events = [e for e in stored.events if e.kind not in (ATTACHED, CLOSED)]
+        rates = dict(enumerate(optimizer.rates, 1))
         schedule = {s: 1 + (s - 1) / 100 for s in rates}
         changed = [s for s in rates if rates[s] != schedule[s]]
         return SimpleNamespace(
