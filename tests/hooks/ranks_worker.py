@@ -170,8 +170,9 @@ def main(folder: Path) -> None:
         for step in range(1, STEPS + 1):
             x, sources, mask = batch(rank % (ranks // 2), step)
             with torch.no_grad(), recorder.microbatch(sources=sources, mask=mask):
-                for i, block in whole.layers.items():  # layers of other stages: run unrecorded
-                    x = (model.layers[i] if i in model.layers else block)(x)
+                # Layers of other stages run too, unrecorded.
+                for block in (dict(whole.layers.items()) | dict(model.layers.items())).values():
+                    x = block(x)
             recorder.step(step, lr=0.1)
 
     # Only rank 0 evaluates.
