@@ -1,4 +1,4 @@
-"""The commands that write files about a run: `moe-audit report | statement`."""
+"""The commands that show a run: `moe-audit report | statement | watch`."""
 
 from __future__ import annotations
 
@@ -111,4 +111,34 @@ def statement(
     return int(content["verdict"]["exit_code"])
 
 
-COMMANDS = (report, statement)
+@click.command(epilog="\b\nExample: moe-audit watch runs/a --notify mailto://user:password@example.org")
+@opt.run_argument
+@opt.policy_option
+@click.option(
+    "--interval",
+    type=opt.Number(0, open_low=True),
+    default=5.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Between two looks.",
+)
+@click.option("--notify", multiple=True, metavar="URL", help="Send alerts there (apprise); repeatable.")
+def watch(run: Path, policy: str | None, interval: float, notify: tuple[str, ...]) -> int:
+    """Follow RUN while it trains: the verdict on its last windows, and an alert for each that fails.
+
+    Ends with the run, or with Ctrl-C; the exit code is that of the last verdict.
+    """
+    from rich.console import Console
+
+    from moe_audit.reports.notify import Notifier
+    from moe_audit.reports.watch import watch as follow
+    from moe_audit.thresholds.policy import load_policy
+
+    notifier = Notifier(notify) if notify else None
+    code = follow(run, load_policy(policy), Console(), interval=interval, notify=notifier)
+    if notifier is not None:
+        notifier.close()
+    return code
+
+
+COMMANDS = (report, statement, watch)

@@ -363,6 +363,11 @@ _FIELDS = {  # of `LayerRecord`
 }  # fmt: skip
 
 
+def store_file(path: Path) -> Path:
+    """The store that a path names: the file, or `routing.db` in the folder."""
+    return path / STORE_NAME if path.is_dir() else path
+
+
 def open_run(path: str | Path, phase: str = "train") -> Run:
     """Opens a run folder that holds `routing.db`, or the file itself, read-only.
 
@@ -372,7 +377,7 @@ def open_run(path: str | Path, phase: str = "train") -> Run:
     """
     path = Path(path)
     try:
-        file = path / STORE_NAME if path.is_dir() else path
+        file = store_file(path)
         if not file.is_file():
             remedy = f"name a run folder that holds {STORE_NAME}, or the file"
             raise UsageError(f"{file} does not exist", remedy)

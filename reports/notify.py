@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
-import warnings
 from collections.abc import Callable, Sequence
 
 from moe_audit.alerts import Alert
 from moe_audit.thresholds.errors import UsageError
+
+logger = logging.getLogger("moe_audit")
 
 
 class Notifier:

@@ -11,7 +11,7 @@ from moe_audit.alerts import Alert, alert_of
 from moe_audit.checking import check
 from moe_audit.reports import text
 from moe_audit.reports.wording import clean, sentence, steps
-from moe_audit.run import open_run
+from moe_audit.run import open_run, store_file
 from moe_audit.thresholds.errors import NoDataError, UsageError
 from moe_audit.verdict import Status
 
@@ -46,51 +46,58 @@ def watch(
     if not interval > 0:
         raise UsageError(f"interval is {interval}", "seconds between two looks, more than 0")
     verdict, told = None, -1
-    with Live(console=console, auto_refresh=False, transient=False) as live:
-        try:
-            while True:
-                run_ended = False
-                try:
-                    with open_run(path) as run:
-                        run_ended = not run.is_live
-                        verdict = check(run, policy, checkpoint=_last_step(run))
-                        live.update(_screen(run, verdict, console.width), refresh=True)
-                except (UsageError, NoDataError) as error:
-                    if path.exists() and isinstance(error, UsageError) and path.is_file():
-                        raise
-                    live.update(
-                        f"waiting for {clean(str(path), 200)}: {clean(error.message, 200)}", refresh=True
-                    )
-                if verdict is not None and verdict.grid is not None and len(verdict.grid.last_step_W):
-                    newest = int(verdict.grid.last_step_W[-1])
-                    alert = alert_of(verdict, sentence(verdict)) if newest > told else None
-                    if alert is not None:
-                        told = newest
-                        live.console.print(_alert_line(alert))
-                        if notify is not None:
-                            notify(alert)
-                if run_ended:
-                    break
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            is_live = True
+            if store_file(path).exists():
+                with open_run(path) as run:
+                    verdict = _judge(run, policy)
+                    live.update(_screen(run, verdict, console.width), refresh=True)
+                    is_live = run.is_live
+            else:
+                live.update(f"waiting for {clean(str(path), 200)}", refresh=True)
+            alert = _new_alert(verdict, told)
+            if verdict is not None and alert is not None:
+                told = _newest(verdict)
+                live.console.print(_alert_line(alert))
+                if notify is not None:
+                    notify(alert)
+            if not is_live:
+                break
+            try:
                 time.sleep(interval)
-        except KeyboardInterrupt:
-            pass
+            except KeyboardInterrupt:
+                break
     return verdict.exit_code if verdict is not None else NoDataError.exit_code
 
 
-def _last_step(run: Run) -> int | None:
-    return run.records[-1].last_step if run.records else None
+def _judge(run: Run, policy: Policy) -> Verdict | None:
+    """The last windows judged; None before the first record."""
+    return check(run, policy, checkpoint=run.records[-1].last_step) if run.records else None
 
 
-def _screen(run: Run, verdict: Verdict, width: int) -> RenderableType:
+def _newest(verdict: Verdict) -> int:
+    """Last step of the newest window, -1 without one."""
+    return int(verdict.grid.last_step_W[-1]) if verdict.grid and len(verdict.grid.last_step_W) else -1
+
+
+def _new_alert(verdict: Verdict | None, told: int) -> Alert | None:
+    """The alert of the newest window, unless that window was told of already."""
+    if verdict is None or _newest(verdict) <= told:
+        return None
+    return alert_of(verdict, sentence(verdict))
+
+
+def _screen(run: Run, verdict: Verdict | None, width: int) -> RenderableType:
     """Where the run is, the grid of the last windows, and the verdict as `check` prints it."""
     from rich.console import Group
     from rich.text import Text
 
-    last = run.records[-1] if run.records else None
-    where = "no record yet"
-    if last is not None:
-        loss = "" if last.loss is None else f", loss {last.loss:.4f}"
-        where = f"step {last.last_step:,}{loss}, {len(run.records):,} records, written {last.written_at}"
+    if verdict is None:
+        return Text("no record yet", style="dim")
+    last = run.records[-1]
+    loss = "" if last.loss is None else f", loss {last.loss:.4f}"
+    where = f"step {last.last_step:,}{loss}, {len(run.records):,} records, written {last.written_at}"
     parts = [Text(where, style="dim"), Text(text.render(verdict, width=width).rstrip())]
     if verdict.grid is not None and len(verdict.grid.first_step_W):
         parts.append(Text("\n" + _grid(verdict.grid)))
