@@ -69,9 +69,7 @@ class Notifier:
             try:
                 self._send(alert)
             except Exception as error:  # a notifier must never stop what it reports on
-                warnings.warn(
-                    f"alert {alert.title!r} could not be sent: {error}", RuntimeWarning, stacklevel=1
-                )
+                logger.warning("alert %r could not be sent: %s", alert.title, error)
 
 
 def _apprise(urls: Sequence[str]) -> Callable[[Alert], object]:

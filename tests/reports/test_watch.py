@@ -17,7 +17,7 @@ from moe_audit.reports.notify import Notifier
 from moe_audit.reports.watch import watch
 from moe_audit.store import Store
 from moe_audit.thresholds.errors import StoreError, UsageError
-from moe_audit.thresholds.policy import load_policy
+from moe_audit.thresholds.policy import load_policy, policy_from_dict
 
 EVEN, COLLAPSED = [2600, 2400, 2510, 2490], [9990, 4, 3, 3]
 
@@ -57,7 +57,7 @@ def test_follows_a_run_from_before_its_first_record_to_its_end(tmp_path: Path) -
     out = io.StringIO()
     thread = threading.Thread(target=train)
     thread.start()
-    policy = load_policy("default")
+    policy = policy_from_dict({"extends": "default", "length": 4, "stride": 2})
     code = watch(path.parent, policy, Console(file=out, width=100), interval=0.05, notify=alerts.append)
     thread.join()
     assert code == 1
