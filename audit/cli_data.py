@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from moe_audit import cli_io as io
 from moe_audit import cli_options as opt
 
+if TYPE_CHECKING:
+    from moe_audit.run import Run
+
+ROW_FORMATS = ("parquet", "csv", "sqlite")
+VERDICT_FORMATS = ("tensorboard", "datasette")
 IMPORT_FORMATS = ("csv", "parquet", "sglang", "megatron", "hf", "ranks", "spill")
 
 
@@ -74,28 +79,60 @@ def import_command(
     return 0
 
 
-@click.command("export", epilog="\b\nExample: moe-audit export runs/a --format parquet -o counts.parquet")
+@click.command(
+    "export",
+    epilog="\b\nExamples: moe-audit export runs/a --format parquet -o counts.parquet\n"
+    "          moe-audit export runs/a --format tensorboard -o runs/a/tensorboard\n"
+    "          moe-audit export runs/a --format datasette -o runs/a && datasette runs/a",
+)
 @opt.run_argument
 @click.option(
-    "--format", "format", type=opt.OneOf(("parquet", "csv", "sqlite")), help="By the ending of FILE."
+    "--format", "format", type=opt.OneOf((*ROW_FORMATS, *VERDICT_FORMATS)), help="By the ending of FILE."
 )
+@opt.policy_option
 @click.option("--phase", default="train", show_default=True, help="Which phase of the records to read.")
 @click.option(
-    "--output", "-o", type=click.Path(path_type=Path), required=True, metavar="FILE", help="The file to make."
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path),
+    required=True,
+    metavar="FILE",
+    help="The file to make; a folder for tensorboard and datasette.",
 )
-def export_command(run: Path, format: str | None, phase: str, output: Path) -> int:
-    """Write the counts of RUN as plain rows: step, first_step, phase, layer, source, expert, count."""
-    from moe_audit.exporters import export
+def export_command(run: Path, format: str | None, policy: str | None, phase: str, output: Path) -> int:
+    """Write RUN in the form of another program.
+
+    parquet, csv, sqlite: the counts as rows: step, first_step, phase, layer, source, expert, count.
+    tensorboard: events with the worst and mean value of each gate. datasette: the verdict and saved queries.
+    """
     from moe_audit.thresholds.errors import UsageError
 
     endings = {".parquet": "parquet", ".csv": "csv", ".db": "sqlite", ".sqlite": "sqlite"}
     chosen = format or endings.get(output.suffix.lower())
     if chosen is None:
-        raise UsageError(f"{output} does not tell its format", "add --format: parquet, csv, sqlite")
+        known = ", ".join((*ROW_FORMATS, *VERDICT_FORMATS))
+        raise UsageError(f"{output} does not tell its format", f"add --format: {known}")
     with opt.open_named(run, phase) as opened:
-        rows = export(opened, chosen, output)
-    click.echo(f"{output}: {rows:,} rows")
+        if chosen in VERDICT_FORMATS:
+            _export_verdict(opened, chosen, policy, output)
+        else:
+            from moe_audit.exporters import export
+
+            click.echo(f"{output}: {export(opened, chosen, output):,} rows")
     return 0
+
+
+def _export_verdict(run: Run, format: str, policy: str | None, output: Path) -> None:
+    from moe_audit.checking import check
+    from moe_audit.reports.datasette import write_datasette
+    from moe_audit.reports.tensorboard import write_events
+
+    verdict = check(run, policy, all_cells=True)
+    if format == "tensorboard":
+        click.echo(write_events(run, verdict, output))
+    else:
+        for path in write_datasette(run, verdict, output):
+            click.echo(path)
 
 
 @click.command("info", cls=io.Command, epilog="\b\nExample: moe-audit info runs/a --format json")

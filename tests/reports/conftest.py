@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -95,6 +97,12 @@ def verdict() -> Callable[..., Verdict]:
 @pytest.fixture
 def cell() -> Callable[..., Cell]:
     return make_cell
+
+
+@pytest.fixture(scope="session")
+def tools() -> ModuleType:
+    """This module, for fixtures of a wider scope."""
+    return sys.modules[__name__]
 
 
 @pytest.fixture

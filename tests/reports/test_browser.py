@@ -60,15 +60,7 @@ def errors(browser: Any) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import importlib.util
-    import sys
-
-    spec = importlib.util.spec_from_file_location("reports_conftest", Path(__file__).with_name("conftest.py"))
-    assert spec and spec.loader
-    tools = importlib.util.module_from_spec(spec)
-    sys.modules["reports_conftest"] = tools
-    spec.loader.exec_module(tools)
+def page(tmp_path_factory: pytest.TempPathFactory, tools: Any) -> Path:
     folder = tmp_path_factory.mktemp("page")
     tools.record_run(
         folder, layers=4, sick=True, capacity_factor=1.5, names=NAMES, sources=(NAMES[1], "prose")
