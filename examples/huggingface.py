@@ -1,12 +1,13 @@
 """Hugging Face model, your own loop: five lines of recording around it.
 
-    pip install 'moe-audit[train]' transformers
-    python examples/huggingface.py
+pip install 'moe-audit[train]' transformers
+python examples/huggingface.py
 """
 
 import torch
-from moe_audit.hooks import Recorder
 from transformers import MixtralConfig, MixtralForCausalLM
+
+from moe_audit.hooks import Recorder
 
 torch.manual_seed(0)
 config = MixtralConfig(

@@ -1,13 +1,14 @@
 """Hugging Face Trainer: the sources come from a column of the data set.
 
-    pip install 'moe-audit[train]' transformers accelerate
-    python examples/huggingface_trainer.py
+pip install 'moe-audit[train]' transformers accelerate
+python examples/huggingface_trainer.py
 """
 
 import torch
-from moe_audit.hooks.transformers_callback import audit_trainer
 from torch.utils.data import Dataset
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer, TrainingArguments
+
+from moe_audit.hooks.transformers_callback import audit_trainer
 
 
 class Rows(Dataset):

@@ -66,3 +66,4 @@ class RoutingCallback(Callback):  # type: ignore[misc]
         """Writes the rest, also after an error."""
         if self.recorder is not None:
             self.recorder.close()
+            self._forwards.remove()

@@ -41,20 +41,26 @@ def audit_trainer(
         **options: Of `Recorder.attach`.
 
     Returns:
-        The recorder. It is closed at the end of training.
+        The recorder. It is closed at the end of training, when model and trainer are left as they were.
 
     Raises:
         UsageError: See `Recorder.attach`.
     """
     recorder = Recorder.attach(trainer.model, path, sources, **options)
     forwards = ForwardMicrobatches(recorder, trainer.model, SOURCE_KEY)
+    collator, removes = trainer.data_collator, trainer.args.remove_unused_columns
     if sources is not None:
         columns = _columns(trainer)
         trainer.data_collator = SourceCollator(
             trainer.data_collator, recorder.sources, source_column, columns
         )
         trainer.args.remove_unused_columns = False  # the collator does it, and keeps the sources
-    trainer.add_callback(RoutingCallback(recorder, forwards, gate))
+
+    def restore() -> None:
+        forwards.remove()
+        trainer.data_collator, trainer.args.remove_unused_columns = collator, removes
+
+    trainer.add_callback(RoutingCallback(recorder, forwards, restore, gate))
     return recorder
 
 
@@ -124,10 +130,15 @@ class RoutingCallback(TrainerCallback):  # type: ignore[misc]
     """Tells the recorder when a step is done; cuts a record before each save; closes it in the end."""
 
     def __init__(
-        self, recorder: Recorder, forwards: ForwardMicrobatches, gate: Mapping[str, Any] | None = None
+        self,
+        recorder: Recorder,
+        forwards: ForwardMicrobatches,
+        restore: Callable[[], None],
+        gate: Mapping[str, Any] | None = None,
     ) -> None:
         self.recorder = recorder
         self.forwards = forwards
+        self.restore = restore
         self.gate_options = gate
         self.gate: TrainingGate | None = None
         self._lr: float | None = None
@@ -151,8 +162,9 @@ class RoutingCallback(TrainerCallback):  # type: ignore[misc]
             control.should_save = control.should_training_stop = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Writes the rest and leaves the model as it was."""
+        """Writes the rest and leaves model and trainer as they were."""
         self.recorder.close()
+        self.restore()
 
 
 def _columns(trainer: Any) -> list[str] | None:
