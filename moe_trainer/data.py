@@ -201,17 +201,27 @@ def shard_cycle_steps(
     shards: one shard of the source that takes longest, all sources being open at once. `interleaved`
     with shuffled documents mixes at the grain of a document and has no cycle.
     """
-    totals = np.array(list(corpus.source_tokens().values()), dtype=np.float64)
     if shard_order == "interleaved" and shuffle == "document":
         return None
+    totals = np.array(list(corpus.source_tokens().values()), dtype=np.float64)
+    sizes = np.array([_shard_size(lengths, shard_tokens) for lengths in _lengths_by_source(corpus)])
     if shard_order == "sequential":
         tokens = totals.sum()
+    elif shard_order == "round_robin":
+        tokens = sizes.sum()
     else:
-        shard_sizes = np.minimum(totals, shard_tokens)
-        tokens = (
-            shard_sizes.sum() if shard_order == "round_robin" else (shard_sizes * totals.sum() / totals).max()
-        )
+        tokens = (sizes * totals.sum() / totals).max()
     return max(1, round(float(tokens) / tokens_per_step))
+
+
+def _lengths_by_source(corpus: Corpus) -> list[IntArray]:
+    return [corpus.lengths[corpus.document_source == s] for s in range(len(corpus.sources))]
+
+
+def _shard_size(lengths: IntArray, shard_tokens: int) -> float:
+    """Mean tokens of a shard: whole documents, so a little over `shard_tokens`; a short last one aside."""
+    sizes = np.bincount(cut_shards(lengths, shard_tokens), weights=lengths)
+    return float(sizes[:-1].mean() if len(sizes) > 1 else sizes[0])
 
 
 @dataclass(frozen=True)

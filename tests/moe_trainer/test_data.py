@@ -161,6 +161,14 @@ def test_round_robin_swings_with_the_cycle_it_announces(shuffle: ShuffleGrain) -
     np.testing.assert_array_equal(shares[:steps_per_shard, 0], np.ones(steps_per_shard))
 
 
+def test_the_cycle_counts_that_shards_hold_whole_documents() -> None:
+    corpus = equal_sources(number=2, documents=90, size=30)
+    cycle = shard_cycle_steps(
+        corpus, shard_tokens=100, shard_order="round_robin", shuffle="none", tokens_per_step=10
+    )
+    assert cycle == 2 * 120 / 10  # 4 documents of 30 tokens fill a shard of 100
+
+
 def test_interleaved_sources_are_even_in_every_step_and_have_no_cycle() -> None:
     corpus = equal_sources(number=4, documents=64, size=16)
     shares = source_shares(stream_of(corpus, 16, 256), steps=16, sequences=16)
