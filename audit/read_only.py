@@ -70,7 +70,8 @@ class ReadOnly:
 
 def damaged(path: Path, what: object) -> StoreError:
     """The error for a store whose content is not what was written."""
-    return StoreError(f"{path} cannot be read: {one_line(what)}", "the store is damaged: restore it from a copy")
+    remedy = "the store is damaged: restore it from a copy"
+    return StoreError(f"{path} cannot be read: {one_line(what)}", remedy)
 
 
 def _connect(path: Path, options: str) -> sqlite3.Connection:

@@ -79,8 +79,9 @@ def absorb(store: Store) -> int:
         sqlite3.Error, OSError: it failed; what was spilled is still there.
     """
     total = 0
-    for path in spill_paths(store.path):
-        if not path.is_file() or (hasattr(os, "getuid") and path.stat().st_uid not in (os.getuid(), 0)):
+    beside, elsewhere = spill_paths(store.path)
+    for path in (beside, elsewhere):
+        if not path.is_file() or (path == elsewhere and path.stat().st_uid != _user()):
             continue
         current = store.attempt
         moved = sum(write_item(store, item) for item in read_spill(path))
@@ -108,6 +109,10 @@ def write_item(store: Store, item: Item) -> bool:
         if item.meta is not None:
             store.insert_meta(item.meta)
     return True
+
+
+def _user() -> int:
+    return os.geteuid() if hasattr(os, "geteuid") else 0
 
 
 def _append(path: Path, data: bytes) -> Path:

@@ -234,9 +234,12 @@ class Writer:
         store = self._file.open(replace=queue.stop_at is not None or failed_for >= SPILL_AFTER)
         if queue.spill_path is not None:
             absorb(store)
+            if queue.spill_path.exists():
+                raise OSError(f"{queue.spill_path} cannot be taken in")
             with queue.state:
                 queue.written += queue.spilled
                 queue.spilled, queue.spill_path = 0, None
+                queue.state.notify_all()
         while queue.pending:
             item = self._ready(0)
             if item is not None:

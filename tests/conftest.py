@@ -10,9 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from moe_audit.record import LayerRecord, Record
 
 NOBODY = 65534
+TEMPORARY = tempfile.gettempdir()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -65,7 +67,7 @@ def make_record() -> Callable[..., Record]:
 @pytest.fixture
 def public_path() -> Iterator[Path]:
     """A folder that other users may look into, unlike pytest's."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=TEMPORARY) as folder:
         Path(folder).chmod(0o755)
         yield Path(folder)
         Path(folder).chmod(0o755)

@@ -8,6 +8,7 @@ from contextlib import closing
 
 import numpy as np
 import pytest
+
 from moe_audit.record import LayerInfo, LayerRecord, Record
 from moe_audit.run import open_run
 from moe_audit.spill import spill_paths

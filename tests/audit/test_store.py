@@ -13,6 +13,7 @@ import pytest
 import sqlite_utils
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from moe_audit import store as store_module
 from moe_audit.record import LayerInfo, LayerRecord, Record
 from moe_audit.run import Gap, open_run
@@ -65,7 +66,8 @@ def test_integers_of_every_type_are_integers_in_sql(tmp_path, dtype):
     store.begin_attempt(np.int64(1))
     store.append(
         Record(
-            "train", dtype(5), dtype(5), {np.int64(0): LayerRecord(np.array([[5, 7]], dtype), invalid=dtype(3))},
+            "train", dtype(5), dtype(5),
+            {np.int64(0): LayerRecord(np.array([[5, 7]], dtype), invalid=dtype(3))},
             tokens=dtype(15), microbatches=np.int32(1), lr=np.float32(0.5), loss=np.float64(2.5),
         )
     )  # fmt: skip
