@@ -26,6 +26,9 @@ NOT_JUDGED = -1
 # Of two gates in one window and layer the grid shows the one that decides: a gate that cannot tell does not
 # hide one that can. Indexed by status; the last entry is NOT_JUDGED.
 GRID_ORDER = np.array([2, 3, 1, 4, 5, 0])  # PASS, WARN, INSUFFICIENT, FAIL, INVALID, NOT_JUDGED
+GATE_ORDER = np.array(
+    [0, 2, 1, 3, 4, -1]
+)  # of the cells of one gate the worst: not being able to tell is no warning
 
 
 def breaches(op: str, value: Floats, limit: float) -> npt.NDArray[np.bool_]:
@@ -65,7 +68,7 @@ class Judged:
         bounded = np.clip(value, -1e12, 1e12)
         past = bounded - self.limit_W if self.limit.op[0] == ">" else self.limit_W - bounded
         scaled = past / np.maximum(np.abs(self.limit_W), 1e-9)
-        return np.where(self.status_W >= 0, self.status_W * 4.0 + np.arctan(scaled), -np.inf)
+        return np.where(self.status_W >= 0, GATE_ORDER[self.status_W] * 4.0 + np.arctan(scaled), -np.inf)
 
     def cell(self, w: int, windows: Windows) -> Cell:
         """The cell of window w, as reports show it."""

@@ -8,7 +8,7 @@ Shapes: W windows, R records.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -75,18 +75,20 @@ class Windows:
         return chosen
 
     def select(self, first: int) -> Windows:
-        """The windows from `first` on; records and windows keep their numbers relative to what remains."""
-        previous_W = np.where(self.previous_W >= first, self.previous_W - first, -1)[first:]
-        return Windows(
-            self.layout,
-            self.first_step_W[first:],
-            self.last_step_W[first:],
-            self.lo_W[first:],
-            self.hi_W[first:],
-            self.judged_W[first:],
-            previous_W,
-            self.unjudged_steps,
+        """The windows from `first` on."""
+        return replace(
+            self,
+            first_step_W=self.first_step_W[first:],
+            last_step_W=self.last_step_W[first:],
+            lo_W=self.lo_W[first:],
+            hi_W=self.hi_W[first:],
+            judged_W=self.judged_W[first:],
+            previous_W=np.where(self.previous_W >= first, self.previous_W - first, -1)[first:],
         )
+
+    def without(self, records: int) -> Windows:
+        """The same windows once the first `records` records, which none of them holds, are gone."""
+        return replace(self, lo_W=self.lo_W - records, hi_W=self.hi_W - records)
 
 
 def choose_layout(
