@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import gzip
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -62,10 +63,11 @@ def render_html(run: Run, verdict: Verdict, explanation: Explanation | None = No
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
+@cache
 def _plotly() -> str:
     """plotly.js as base64 of gzip."""
     try:
         script = files("plotly").joinpath("package_data/plotly.min.js").read_bytes()
     except (ImportError, OSError) as error:
         raise UsageError("the HTML report needs plotly", "pip install 'moe-audit[report]'") from error
-    return base64.b64encode(gzip.compress(script, 9, mtime=0)).decode("ascii")
+    return base64.b64encode(gzip.compress(script, 6, mtime=0)).decode("ascii")

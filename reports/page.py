@@ -39,7 +39,7 @@ MOST_DIAGNOSES = 12
 WORST_CELLS = 500  # listed one by one; the rest are counted
 LOAD_BUDGET = 1_600_000  # values of all load maps together: what keeps the file and its opening small
 SOURCE_BUDGET = 1_200_000  # values of all source maps together; more windows than fit are thinned evenly
-LOAD_TOP = 65_534  # loads travel as u2 from 0 to c = E/k, the largest possible
+LOAD_TOP = 65_534  # loads travel as u2 from 0 to the largest of the layer
 NO_VALUE = 65_535
 SHARE_TOP = 254  # source maps travel as u1 on a square-root scale, so that small shares keep their digits
 
@@ -104,8 +104,8 @@ def summary(verdict: Verdict) -> dict[str, Any]:
         "status": status_name(verdict),
         "headline": headline(verdict),
         "scope": scope(verdict),
-        "run": {k: clean(v, 200) for k, v in verdict.run.items() if isinstance(v, str | int)},
-        "policy": {k: clean(v, 80) for k, v in verdict.policy.items() if v is not None},
+        "run": {k: clean(verdict.run.get(k) or "", 200) for k in ("path", "run_id")},
+        "policy": {k: clean(verdict.policy.get(k) or "", 80) for k in ("name", "sha256")},
         "totals": verdict.totals,
         "gates": [
             {
@@ -170,16 +170,18 @@ def _layer_info(info: LayerInfo) -> dict[str, Any]:
         "name": clean(info.name),
         "experts": info.num_experts,
         "capacity_factor": plain(info.capacity_factor),
-        "top": info.num_experts / (info.top_k or 1),
     }
 
 
 def _layer(index: int, frame: LayerFrame, load_at: Ints, frame_at: Ints) -> Arrays:
     share_FSE = shares(frame.counts_WSE[frame_at])
     router_WE, mix_WE = frame.shift_WE
+    load_EW = frame.p_WE[load_at].T * frame.N
+    top = max(1.0, float(np.nanmax(load_EW, initial=1.0)))
     root_FSE = np.rint(np.sqrt(np.nan_to_num(share_FSE)) * SHARE_TOP)
     out: Arrays = {
-        f"load{index}": _u2(frame.p_WE[load_at].T * frame.N, frame.N / frame.k),
+        f"top{index}": np.array([top]),
+        f"load{index}": _u2(load_EW, top),
         f"source{index}": np.where(np.isnan(share_FSE), 255, root_FSE).astype(np.uint8),
         f"weight{index}": shares(frame.m_WS).astype(np.float32),
         f"router{index}": (0.5 * np.abs(router_WE).sum(-1)).astype(np.float32),

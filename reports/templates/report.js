@@ -153,12 +153,12 @@
   }
 
   function load() {
-    const info = data.layers[state.layer], values = data.get("load" + state.layer), n = loadAt.length;
+    const info = data.layers[state.layer], values = data.get("load" + state.layer), n = loadAt.length, [top] = data.get("top" + state.layer);
     const z = [], hover = [];
     for (let e = 0; e < info.experts; e++) {
       const row = Array(n), words = Array(n);
       for (let i = 0; i < n; i++) {
-        const v = values[e * n + i], u = v === 65535 ? null : (v / 65534) * info.top;
+        const v = values[e * n + i], u = v === 65535 ? null : (v / 65534) * top;
         row[i] = u === null ? null : logLoad(u); words[i] = show(u);
       }
       z.push(row); hover.push(words);
