@@ -103,6 +103,10 @@ def check_compiled(model: nn.Module, routers: Sequence[nn.Module]) -> None:
     for code in stale:
         dynamo.reset_code(code)
     dynamo.config.skip_nnmodule_hook_guards = False
+    # Layers that are compiled one by one share their code, and each has a hook of its own: a version a layer.
+    versions = 8 * (len(found) + 1)
+    dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, versions)
+    dynamo.config.accumulated_recompile_limit = max(dynamo.config.accumulated_recompile_limit, 4 * versions)
 
 
 def _compiled_code(module: nn.Module) -> Any:

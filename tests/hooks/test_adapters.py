@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from moe_audit.hooks import Recorder
 from moe_audit.hooks.adapters import NO_PICK, FunctionAdapter, Routing, base, find_routers, router_function
 from moe_audit.hooks.adapters.base import Adapter, Observation, canonical_name, register
 from moe_audit.hooks.adapters.form import by_form, check_indices, check_map, expert_count
+from moe_audit.run import open_run
 from moe_audit.store import LayerInfo
 from moe_audit.thresholds.errors import UsageError
 
@@ -295,3 +298,46 @@ def test_a_biased_router_is_counted_by_the_ids_it_gives_out() -> None:
     ids = (scores + torch.tensor([-0.5, 0.0, 0.0, 0.0])).topk(1).indices
     seen = by_form((scores, scores.gather(1, ids), ids), 4, 1, "router", "probs")
     assert torch.bincount(seen.indices_TK.flatten(), minlength=4).tolist() == [0, 10, 0, 0]
+
+
+class ExpertChoice(nn.Module):
+    """Each expert takes its best tokens; what it returns is a map."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 6, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.gate(x.reshape(-1, 8))
+        taken = logits.topk(4, dim=0).indices
+        return torch.zeros_like(logits, dtype=torch.bool).scatter(0, taken, True)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_expert_choice_is_recorded_as_chosen(compiled: bool, tmp_path: Path) -> None:
+    model = nn.Sequential(ExpertChoice())
+    adapter = FunctionAdapter(
+        ExpertChoice, lambda output: Routing(chosen=output), num_experts=6, top_k="varies"
+    )
+    with Recorder.attach(model, tmp_path / "routing.db", ["code", "prose"], adapter=adapter) as recorder:
+        run_model = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+        with recorder.microbatch(sources=torch.tensor([0, 1])):
+            chosen = run_model(torch.randn(2, 5, 8))
+        recorder.step(1)
+    run = open_run(tmp_path / "routing.db")
+    expected = chosen.view(2, 5, 6).sum(1)
+    assert torch.equal(torch.from_numpy(run.counts(0).sum(0)), expected)
+    assert run.layers[0].top_k is None and expected.sum(0).tolist() == [4] * 6
+
+
+def test_more_layers_than_dynamo_keeps_versions_of_one_code(tmp_path: Path) -> None:
+    """Blocks compiled one by one share their code; each hook makes a version of its own, by default 8 at most."""
+    model = nn.Sequential(*stack(10, list(range(10))))
+    adapter = FunctionAdapter(Router, lambda output: Routing(output[2], logits=output[0]))
+    with Recorder.attach(model, tmp_path / "routing.db", adapter=adapter) as recorder:
+        for block in model:
+            block.compile(backend="eager", fullgraph=True)
+        model(torch.randn(2, 4, 8))
+        recorder.step(1)
+    run = open_run(tmp_path / "routing.db")
+    assert [run.counts(layer.layer).sum() for layer in run.layers] == [8 * K] * 10

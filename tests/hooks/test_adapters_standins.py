@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from moe_audit.hooks import Recorder
 from moe_audit.hooks.adapters import NO_PICK, find_routers
+from moe_audit.run import open_run
 from moe_audit.thresholds.errors import UsageError
 
 
@@ -114,3 +117,25 @@ def test_megablocks(top_k: int, layer: str, capacity: int | None) -> None:
     seen = found.adapter.observe(router, (x,), {}, output)
     assert torch.equal(seen.indices_TK, output[0].topk(top_k).indices)
     assert (seen.layout, seen.full_kind, seen.full_TE.shape) == ("sequence", "probs", (6, 6))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("framework", ["megatron", "megablocks"])
+def test_sources_follow_the_sequences_of_a_sequence_major_batch(
+    framework: str, compiled: bool, tmp_path: Path
+) -> None:
+    if framework == "megatron":
+        model = nn.Sequential(*[layer["router"] for layer in megatron().decoder.layers][:1])
+    else:
+        model = nn.Sequential(named("megablocks.layers.router", "LearnedRouter", LearnedRouterForm)(2))
+    x = torch.randn(5, 3, 8)  # S, B, D
+    with Recorder.attach(model, tmp_path / "routing.db", ["code", "prose"]) as recorder:
+        run_model = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+        with recorder.microbatch(sources=torch.tensor([1, 0, 1])):
+            output = run_model(x)
+        recorder.step(1)
+    chosen = output[1] if framework == "megatron" else torch.zeros(15, 6).scatter(1, output[2], 1.0)
+    by_sequence = chosen.view(5, 3, 6).sum(0).long()
+    run = open_run(tmp_path / "routing.db")
+    counts = torch.from_numpy(run.counts(run.layers[0].layer).sum(0))
+    assert torch.equal(counts, torch.stack([by_sequence[1], by_sequence[0] + by_sequence[2]]))

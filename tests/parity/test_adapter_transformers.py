@@ -308,3 +308,29 @@ def test_logits_are_not_read_where_they_were_something_else(monkeypatch: pytest.
         "layers.1.mlp.experts",
         "layers.2.mlp.experts",
     }
+
+
+class RouterAlone(nn.Module):
+    """One router of a model, which can be compiled where its experts cannot."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.router = find_routers(model)[-1].module
+        self._can_record_outputs = model._can_record_outputs
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.router(x)
+
+
+@pytest.mark.parametrize(
+    "family", ["mixtral", "gpt_oss", "deepseek_v3", "deepseek_v4", "longcat_flash", "doge"]
+)
+def test_observing_compiles_into_one_graph(family: str, tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    router = RouterAlone(build(family))
+    with Recorder.attach(router, tmp_path / "routing.db") as recorder:
+        compiled = torch.compile(router, backend="eager", fullgraph=True)
+        for step in (1, 2):
+            compiled(torch.randn(2, 6, 32))
+            recorder.step(step)
+    assert open_run(tmp_path / "routing.db").counts(0).sum() == 2 * 2 * 12
