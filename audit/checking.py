@@ -145,6 +145,9 @@ class _Judge:
     def _layer(self, frame: LayerFrame) -> None:
         policy, windows = self.policy, self.analysis.windows
         uneven = False
+        if not frame.m_W.any() and not frame.invalid_W.any():
+            name = f"layer {frame.info.layer} ({frame.info.name})"
+            self.problems.append(problem("no_data", f"{name} has no counts in the windows judged"))
         for gate in policy.gates:
             places = list(limits(policy, gate, frame.info, frame.sources))
             if gate in SERIES_GATES:

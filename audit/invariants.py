@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -101,10 +102,7 @@ def run_problems(run: Run, records: Sequence[RecordInfo]) -> Iterator[Problem]:
 
 def notes(run: Run, records: Sequence[RecordInfo], length: int) -> Iterator[Problem]:
     """What a reader of the verdict should know, and what does not make it invalid."""
-    first, last = records[0].first_step, records[-1].last_step
-    for gap in run.gaps:
-        if gap.last_step >= first and gap.first_step <= last:
-            yield problem("gap", f"steps {gap.first_step}-{gap.last_step} are not recorded")
+    yield from _gaps(run, records)
     if run.spilled:
         yield problem(
             "spilled", f"{run.spilled} records wait in a spill file beside the store, not judged here"
@@ -123,6 +121,21 @@ def notes(run: Run, records: Sequence[RecordInfo], length: int) -> Iterator[Prob
         )
     if any(r.tokens is not None for r in records) and all(r.excluded_tokens is None for r in records):
         yield problem("padding", "no token mask was given: padding, if there was any, is counted")
+
+
+def _gaps(run: Run, records: Sequence[RecordInfo]) -> Iterator[Problem]:
+    """Steps without a record: what a resume left, and what was never written."""
+    between = [(a.last_step + 1, b.first_step - 1) for a, b in pairwise(records)]
+    gaps = [(first, last) for first, last in between if first <= last]
+    gaps += [(g.first_step, g.last_step) for g in run.gaps if g.last_step < records[0].first_step]
+    if 2 * len(gaps) > len(records):
+        recorded = sum(r.last_step - r.first_step + 1 for r in records)
+        span = records[-1].last_step - records[0].first_step + 1
+        yield problem("sparse", f"{recorded} of {span} steps were recorded; swings between them are not seen")
+    elif gaps:
+        named = ", ".join(f"{first}-{last}" for first, last in gaps[:3])
+        more = f" and {len(gaps) - 3} gaps more" if len(gaps) > 3 else ""
+        yield problem("gap", f"steps {named}{more} are not recorded")
 
 
 def _steps(records: Sequence[RecordInfo], rows: np.ndarray[tuple[int], np.dtype[np.int64]]) -> str:

@@ -20,7 +20,7 @@ from moe_audit.frame import Analysis, LayerFrame
 from moe_audit.gates import Column, Looks
 from moe_audit.judge import Judged, judge_column, limits
 from moe_audit.thresholds.policy import Limit, Policy
-from moe_audit.windows import positive_int, typical_record_steps
+from moe_audit.windows import positive_int, record_spacing
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float64]
@@ -48,7 +48,7 @@ class SeriesJudge:
         judged = np.flatnonzero(windows.judged_W)
         self.judged = judged
         self.cycle = positive_int(analysis.run.meta.get("shard_cycle_steps"))
-        steps = typical_record_steps(analysis.records)
+        steps = record_spacing(analysis.records)
         self.lag = None if self.cycle is None or self.cycle < 2 * steps else round(self.cycle / steps)
         self.frames: list[LayerFrame] = []
         self.series: dict[str, list[Floats]] = {name: [] for name in DRIFT_SERIES}

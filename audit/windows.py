@@ -111,7 +111,7 @@ def choose_layout(
     for name, value in (("length", length), ("stride", stride)):
         if value is not None and value < 1:
             raise UsageError(f"{name} {value} is no number of steps", "it must be at least 1")
-    record_steps = typical_record_steps(records)
+    spacing = record_spacing(records)
     if length is not None:
         origin = "command line"
     elif policy_length is not None:
@@ -122,13 +122,13 @@ def choose_layout(
         length, origin = CYCLES_PER_WINDOW * cycle, "meta: 10 x shard_cycle_steps"
     else:
         steps = min(AUTO_LENGTH, _judged_steps(records, warmup_steps(meta)) // 3)
-        in_records = steps // record_steps
+        in_records = steps // spacing
         in_records -= in_records % 2 if in_records > 1 else 0
-        length, origin = max(in_records, 1) * record_steps, "auto"
+        length, origin = max(in_records, 1) * spacing, "auto"
     if stride is None and policy_stride is not None and policy_stride <= length:
         stride = policy_stride
     if stride is None:
-        stride = min(max(length // 2, record_steps), length)
+        stride = min(max(length // 2, spacing), length)
     if stride > length:
         raise UsageError(
             f"stride {stride} exceeds window length {length}", "steps between windows would go unjudged"
@@ -168,7 +168,7 @@ def lay_out(
     first_R = np.array([r.first_step for r in records], dtype=np.int64)
     end = max(int(last_R[-1]), until or 0)
     after = first_R > warmup
-    anchor = int(first_R[after][0]) if after.any() else int(first_R[0])
+    anchor = _begin(records, int(after.argmax()))
     back = -(-max(anchor - int(first_R[0]), 0) // layout.stride)
     starts = np.arange(anchor - back * layout.stride, end - layout.length + 2, layout.stride, dtype=np.int64)
     starts = starts[starts + layout.length - 1 >= int(last_R[0])]
@@ -210,11 +210,22 @@ def _previous(lo_W: Ints, hi_W: Ints, after_warmup_W: npt.NDArray[np.bool_], lag
     return np.where(mixed, -1, previous_W).astype(np.int64)
 
 
-def typical_record_steps(records: Sequence[Steps]) -> int:
-    """Median number of steps of a record, at least 1; a cut-off last record does not count for more."""
-    if not records:
-        return 1
-    return max(1, int(np.median([r.last_step - r.first_step + 1 for r in records])))
+def record_spacing(records: Sequence[Steps]) -> int:
+    """Median number of steps from one record to the next, at least 1.
+
+    That is the length of a record, or more where only some steps were recorded (every hundredth, say).
+    """
+    if len(records) < 2:
+        return max((r.last_step - r.first_step + 1 for r in records), default=1)
+    return max(1, int(np.median(np.diff([r.last_step for r in records]))))
+
+
+def _begin(records: Sequence[Steps], r: int) -> int:
+    """Where windows that begin with record r begin. Sparse records stand for the steps before them."""
+    first, last = records[r].first_step, records[r].last_step
+    median = int(np.median([record.last_step - record.first_step + 1 for record in records]))
+    spacing = record_spacing(records)
+    return last - spacing + 1 if spacing > median else first
 
 
 def warmup_steps(meta: Mapping[str, Any]) -> int:
@@ -232,5 +243,5 @@ def positive_int(value: Any) -> int | None:
 
 
 def _judged_steps(records: Sequence[Steps], warmup: int) -> int:
-    first = next((r.first_step for r in records if r.first_step > warmup), None)
-    return 0 if first is None else records[-1].last_step - first + 1
+    r = next((r for r, record in enumerate(records) if record.first_step > warmup), None)
+    return 0 if r is None else records[-1].last_step - _begin(records, r) + 1

@@ -93,6 +93,18 @@ def test_runs_that_do_not_begin_at_step_one() -> None:
     assert len(windows) == 5
 
 
+def test_sparse_records_stand_for_the_steps_before_them() -> None:
+    """One step in a hundred was recorded: three records are three windows."""
+    sparse = [Steps(step, step) for step in (100, 200, 300)]
+    layout = choose_layout(sparse, {})
+    assert (layout.length, layout.stride) == (100, 100)
+    assert spans(lay_out(sparse, layout)) == [(100, 100), (200, 200), (300, 300)]
+    many = [Steps(step, step) for step in range(50, 3001, 50)]
+    windows = lay_out(many, choose_layout(many, {}))
+    assert windows.layout == Layout(1000, 500, "auto")
+    assert (windows.hi_W - windows.lo_W == 20).all() and len(windows) == 5
+
+
 def test_warm_up_is_shown_and_not_judged_nor_compared_with() -> None:
     windows = lay_out(records(*[10] * 33), Layout(100, 50, "auto"), warmup=25)
     judged = [span for span, ok in zip(spans(windows), windows.judged_W, strict=True) if ok]
