@@ -47,6 +47,11 @@ class LabelCache:
         self.chunks = 1
         self._entries: dict[tuple[torch.device, int, Literal["batch", "sequence"], int], _Entry] = {}
 
+    @property
+    def captured(self) -> bool:
+        """Whether CUDA graphs count: on replay no Python of ours runs."""
+        return any(entry.captured for entry in self._entries.values())
+
     def set_rows(self, rows: Tensor | None, chunks: int = 1) -> None:
         """A new micro-batch: what was known about tokens is stale."""
         self.rows, self.chunks = rows, chunks
@@ -119,6 +124,7 @@ class Accumulator:
         self._pending_bad = torch.zeros((), dtype=torch.int64, device=home)
         self._calls = [0] * len(layers)
         self._picks = [0] * len(layers)
+        self._usual_picks = 0
         self.dirty = False
 
     @torch.no_grad()
@@ -138,12 +144,13 @@ class Accumulator:
             count_dropped(bank.dropped_LC[j], seen.indices_TK, seen.kept_TK, labels)
             tokens_R[self.num_rows + 3] += 1
         if seen.full_TE is not None and seen.full_kind is not None:
-            p_TE = probabilities(seen.full_TE, seen.full_kind, info.gating)
-            sum_probabilities(bank.prob_LRE[j], bank.top1_LR2[j], p_TE, labels.onehot_RT)
-            tokens_R[self.num_rows + 1] += 1
+            out = bank.workspace(T)
             if seen.full_kind == "logits":
-                sum_logits(bank.logits_L2E[j], seen.full_TE, labels.counted_T)
+                sum_logits(bank.logits_L2E[j], seen.full_TE, labels, out)
                 tokens_R[self.num_rows + 2] += 1
+            p_TE = probabilities(seen.full_TE, seen.full_kind, info.gating, out)
+            sum_probabilities(bank.prob_LRE[j], bank.top1_LR2[j], p_TE, labels)
+            tokens_R[self.num_rows + 1] += 1
         if i == 0:
             self._pending_bad += labels.bad
 
@@ -182,7 +189,8 @@ class Accumulator:
         if only is None:
             for bank in self.banks:
                 bank.commit(slice(None))
-            picks = max(self._picks)
+            picks = max(self._picks) or self._usual_picks  # none are heard of when CUDA graphs count
+            self._usual_picks = picks
         else:
             bank, j = self.place[only]
             bank.commit(slice(j, j + 1))

@@ -192,8 +192,9 @@ class Counting:
     def end(self, scope: Microbatch, failed: bool) -> None:
         """A micro-batch ends: its counts join the record, or are dropped."""
         self._open, self._implicit = None, False
-        for accumulator in self.accumulators.values():
-            if accumulator.dirty:
+        replayed = (self._phase or "train") if self._labels.captured else None
+        for phase, accumulator in self.accumulators.items():
+            if accumulator.dirty or phase == replayed:
                 if failed:
                     accumulator.discard()
                 else:
