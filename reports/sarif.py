@@ -84,7 +84,6 @@ def _rule(gate: str) -> dict[str, Any]:
     return {
         "id": clean(gate),
         "shortDescription": {"text": text},
-        "helpUri": "https://pypi.org/project/moe-audit/",
     }
 
 
