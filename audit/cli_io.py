@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -72,20 +70,20 @@ def run_command(group: click.Group, argv: Sequence[str] | None = None) -> NoRetu
         click.echo("moe-audit: interrupted", err=True)
         _leave(130)
     except AuditError as error:
-        if debug:
-            traceback.print_exc()
-        _fail(error, args)
+        _fail(error, args, debug)
     except BrokenPipeError:
         _leave(0)
     except Exception as error:
-        if debug:
-            traceback.print_exc()
-        _fail(error, args)
+        _fail(error, args, debug)
 
 
-def _fail(error: Exception, args: Sequence[str]) -> NoReturn:
+def _fail(error: Exception, args: Sequence[str], debug: bool = False) -> NoReturn:
     from moe_audit.reports import error_verdict
 
+    if debug:
+        import traceback
+
+        traceback.print_exception(error)
     verdict = error_verdict(error)
     assert verdict.error is not None
     remedy = verdict.error["remedy"]
@@ -193,7 +191,7 @@ def deliver(
             if quiet_text:
                 continue
             terminal = path == STDOUT and sys.stdout.isatty()
-            width = shutil.get_terminal_size().columns if terminal else None
+            width = os.get_terminal_size(sys.stdout.fileno()).columns if terminal else None
             options = {"quiet": quiet, "color": color and terminal, "width": width}
         write(render(verdict, format, **options), path)
 

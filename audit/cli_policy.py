@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -241,7 +242,10 @@ def policy_text(policy: Policy, experts: int | None, top_k: int | None, capacity
         rows.append((gate, op, _shown(warn), _shown(fail), GATES[gate].formula))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     table = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths)), row[4]]).rstrip() for row in rows]
-    tail = [f"override {i}: {o.model_dump(exclude_none=True)}" for i, o in enumerate(policy.overrides, 1)]
+    tail = [
+        f"override {i}: { {k: v for k, v in dataclasses.asdict(o).items() if v is not None} }"
+        for i, o in enumerate(policy.overrides, 1)
+    ]
     tail += [f"waiver: {w.gate}, {w.owner}, until {w.expires}: {w.reason}" for w in policy.waivers]
     return "\n".join([*head, *table, *([""] if tail else []), *tail]) + "\n"
 

@@ -110,7 +110,7 @@ def policy_toml(
         else:
             lines.append('warn = "none"  # too few windows to tell a warning level from the limit')
         lines.append(f"fail = {float(each.fail.value)!r}" if each.fail else 'fail = "none"')
-    lines += ["", "[provenance]", *_table(provenance.model_dump(exclude_none=True))]
+    lines += ["", "[provenance]", *_table({k: v for k, v in vars(provenance).items() if v is not None})]
     return "\n".join(lines) + "\n"
 
 

@@ -6,16 +6,14 @@ chain and returns a `Policy`, which the engine asks for the limit of one gate in
 
 from __future__ import annotations
 
+import dataclasses
 import datetime as dt
 import hashlib
 import json
 import tomllib
 from collections.abc import Iterable, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
-
-from pydantic import BaseModel, ValidationError
 
 from moe_audit.thresholds import expressions
 from moe_audit.thresholds.errors import UsageError
@@ -54,8 +52,7 @@ class Policy:
         self.overrides: list[Override] = []
         self.waivers: list[Waiver] = []
         for file in layers:
-            for key in file.model_fields_set - {"gates", "overrides", "waivers"}:
-                merged[key] = getattr(file, key)
+            merged |= {k: v for k, v in vars(file).items() if v is not None}
             for gate, rule in file.gates.items():
                 self._gates[gate] = self._gates.get(gate, GateRule()).merged(rule)
             self.overrides += file.overrides
@@ -110,12 +107,11 @@ class Policy:
             raise UsageError(f"unknown gate {gate!r}", nearest(gate, GATES))
         info = GATES[gate]
         on = info.per_source == (source != ALL)
-        rule = self._gates.get(gate, GateRule(enabled=False))
+        rule = self._gates.get(gate, GateRule())
         for override in self.overrides:
             covered = override.covers(-1 if layer is None else layer, source)
             if gate in override.gates and covered and (on or override.sources is not None):
-                rule = GateRule(enabled=True).merged(rule if on else self._gates.get(gate, GateRule()))
-                rule, on = rule.merged(override.gates[gate]), True
+                rule, on = _overridden(rule, override.gates[gate]), True
         if not on or rule.enabled is False:
             return None
         op = rule.op or info.op
@@ -200,9 +196,9 @@ class Policy:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def _ever_on(self, gate: str) -> bool:
-        base = self._gates.get(gate, GateRule(enabled=False))
-        rules = [base] + [base.merged(o.gates[gate]) for o in self.overrides if gate in o.gates]
-        return any(r.enabled is not False and not (r.warn is None and r.fail is None) for r in rules)
+        base = self._gates.get(gate, GateRule())
+        rules = [base] + [_overridden(base, o.gates[gate]) for o in self.overrides if gate in o.gates]
+        return any(r.enabled is not False and r.limits for r in rules)
 
 
 def load_policy(name_or_path: str | Path | None = None, cwd: str | Path | None = None) -> Policy:
@@ -252,7 +248,9 @@ def policy_from_dict(table: dict[str, Any], origin: str = "given in Python") -> 
 
 def policy_schema() -> dict[str, Any]:
     """JSON Schema of a policy file."""
-    schema = PolicyFile.model_json_schema()
+    from pydantic import TypeAdapter
+
+    schema = TypeAdapter(PolicyFile).json_schema()
     names = {"propertyNames": {"enum": list(GATES)}}
     schema["properties"]["gates"] |= names
     schema["$defs"]["Override"]["properties"]["gates"] |= names
@@ -266,10 +264,12 @@ def _resolve(path: Path, origin: str, table: dict[str, Any] | None = None) -> Po
     chain: list[PolicyFile] = []
     seen: list[Path] = []
     while True:
-        data = table if table is not None else _read_toml(path)
-        table = None
         seen.append(path.resolve())
-        file = _validate(data, path if chain else origin)
+        if table is None and path == _preset_file(path.stem):
+            file = _preset(path.stem)
+        else:
+            data = table if table is not None else _read_toml(path)
+            file, table = _validate(data, path if chain else origin), None
         chain.append(file)
         if file.extends is None:
             break
@@ -296,7 +296,7 @@ def _resolve(path: Path, origin: str, table: dict[str, Any] | None = None) -> Po
 
 
 def _preset_file(name: str) -> Path:
-    return Path(str(files("moe_audit.thresholds").joinpath("presets", f"{name}.toml")))
+    return Path(__file__).with_name("presets") / f"{name}.toml"
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -311,17 +311,25 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def _validate(data: dict[str, Any], where: Path | str) -> PolicyFile:
+    """A user's file, checked key by key."""
+    from pydantic import TypeAdapter, ValidationError
+
     _refuse_unknown_keys(data, PolicyFile, str(where))
     try:
-        return PolicyFile.model_validate(data)
+        return TypeAdapter(PolicyFile).validate_python(data)
     except ValidationError as error:
         first = error.errors()[0]
-        steps = [
-            str(s) for s in first["loc"] if str(s) not in {"float", "str", "int", "list[union[int,str]]"}
-        ]
+        kinds = {"float", "int", "str", "list[union[int,str]]"}
+        place = ".".join(str(s) for s in first["loc"] if str(s) not in kinds)
         message = first["msg"].removeprefix("Value error, ")
-        place = ".".join(steps)
         raise UsageError(f"{where}: {place + ': ' if place else ''}{message}", _given(first)) from error
+
+
+def _preset(name: str) -> PolicyFile:
+    """A preset as it is: it is validated by the tests, not at each start."""
+    data = tomllib.loads(preset_text(name))
+    gates = {gate: GateRule(**rule) for gate, rule in data.pop("gates").items()}
+    return PolicyFile(**data, gates=gates)
 
 
 def _given(error: Any) -> str:
@@ -329,16 +337,17 @@ def _given(error: Any) -> str:
     return f"given: {value!r}" if isinstance(value, str | int | float | bool) else ""
 
 
-def _refuse_unknown_keys(data: Any, model: type[BaseModel], where: str, place: str = "") -> None:
+def _refuse_unknown_keys(data: Any, model: type[Any], where: str, place: str = "") -> None:
     """Names the nearest known key, which pydantic's own message does not."""
     if not isinstance(data, dict):
         return
-    nested: dict[str, type[BaseModel]] = {
-        "overrides": Override, "waivers": Waiver, "provenance": Provenance
-    }  # fmt: skip
+    known = [each.name for each in dataclasses.fields(model)]
+    nested = {"overrides": Override, "waivers": Waiver, "provenance": Provenance}
     for key, value in data.items():
-        if key not in model.model_fields:
-            raise UsageError(f"{where}: unknown key {place}{key}", nearest(key, model.model_fields))
+        if key not in known:
+            raise UsageError(f"{where}: unknown key {place}{key}", nearest(key, known))
+        if model is GateRule and key in ("warn", "fail") and isinstance(value, bool):
+            raise UsageError(f"{where}: {place}{key} is a number or an expression, not true or false")
         if key == "gates" and isinstance(value, dict):
             for gate, rule in value.items():
                 if gate not in GATES:
@@ -349,8 +358,14 @@ def _refuse_unknown_keys(data: Any, model: type[BaseModel], where: str, place: s
                 _refuse_unknown_keys(item, nested[key], where, f"{place}{key}.")
 
 
-def _plain(model: BaseModel) -> dict[str, Any]:
-    return model.model_dump(exclude_none=True, exclude_defaults=True)
+def _overridden(rule: GateRule, override: GateRule) -> GateRule:
+    """An override that gives limits switches its gate on, unless it says otherwise."""
+    on = GateRule(enabled=True) if override.limits else GateRule()
+    return rule.merged(on).merged(override)
+
+
+def _plain(value: Any) -> dict[str, Any]:
+    return {k: v for k, v in dataclasses.asdict(value).items() if v not in (None, [], {})}
 
 
 def _number(value: float | str | None, values: dict[str, float], gate: str) -> float | None:

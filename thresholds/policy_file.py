@@ -1,77 +1,77 @@
-"""The shape of a policy file, as pydantic models: a slip is an error, and the JSON Schema comes free."""
+"""The shape of a policy file: plain dataclasses that check what they hold.
+
+pydantic validates the files of users against them, types and unknown keys included, and derives the JSON
+Schema. The presets are built without it, so that a plain `check` does not wait for it.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import datetime as dt
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
-
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
 
 from moe_audit.thresholds import expressions
 from moe_audit.thresholds.errors import UsageError
 from moe_audit.thresholds.gate_names import GATES, Op, nearest
 
 NO_LIMIT = "none"  # as a limit: drops the one of the policy that is extended
+STRICT: dict[str, Any] = {"extra": "forbid", "use_attribute_docstrings": True}
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-LimitText = Annotated[
-    float | str,
-    Field(description="A number, an expression over N, k, CF, c, g with min, max, log2, clip, or 'none'."),
-]
-
-
-def _check_limit(value: object) -> object:
-    if isinstance(value, bool):
-        raise ValueError("a limit is a number or an expression, not true or false")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"a limit is a finite number, not {value}")
-    if isinstance(value, str) and value != NO_LIMIT:
-        try:
-            expressions.parse(value)
-        except UsageError as error:
-            raise ValueError(str(error)) from error
-    return value
-
-
-class GateRule(_Model):
+@dataclass(frozen=True)
+class GateRule:
     """Limits of one gate. What is left out comes from the policy that is extended."""
 
-    enabled: bool | None = Field(default=None, description="false switches the gate off.")
-    op: Op | None = Field(
-        default=None, description="When a value breaches its limit; the gate's own side by default."
-    )
-    warn: LimitText | None = None
-    fail: LimitText | None = None
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
-    _limits = field_validator("warn", "fail", mode="before")(_check_limit)
+    enabled: bool | None = None
+    """false switches the gate off."""
+    op: Op | None = None
+    """When a value breaches its limit; the gate's own side by default."""
+    warn: float | str | None = None
+    """A number, an expression over N, k, CF, c, g with min, max, log2, clip, or 'none'."""
+    fail: float | str | None = None
+    """As warn; for a gate whose bad side is above, the larger of the two."""
+
+    def __post_init__(self) -> None:
+        for name in ("warn", "fail"):
+            value = getattr(self, name)
+            if isinstance(value, int):  # 5 and 5.0 are one limit, and one hash
+                object.__setattr__(self, name, float(value))
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"a limit is a finite number, not {value}")
+            if isinstance(value, str) and value != NO_LIMIT:
+                try:
+                    expressions.parse(value)
+                except UsageError as error:
+                    raise ValueError(str(error)) from error
 
     def merged(self, later: GateRule) -> GateRule:
         """This rule with what `later` sets laid over it."""
-        return self.model_copy(update={k: getattr(later, k) for k in later.model_fields_set})
+        given = {k: v for k, v in vars(later).items() if v is not None}
+        return dataclasses.replace(self, **given)
+
+    @property
+    def limits(self) -> bool:
+        return not (self.warn is None and self.fail is None)
 
 
-Gates = Annotated[dict[str, GateRule], Field(description="One table a gate: [gates.max_load]")]
+@dataclass(frozen=True)
+class Scope:
+    """The cells that an override or a waiver is about."""
 
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
-class _Scope(_Model):
-    layers: Annotated[
-        str | int | list[int | str] | None, Field(description="3, '0-3', or a list of those; all by default.")
-    ] = None
-    sources: Annotated[
-        list[str] | None, Field(description='Names of sources, or "all" for the sum over sources.')
-    ] = None
+    layers: int | str | list[int | str] | None = None
+    """3, '0-3', or a list of those; all by default."""
+    sources: list[str] | None = None
+    """Names of sources, or "all" for the sum over sources."""
 
-    @field_validator("layers")
-    @classmethod
-    def _layer_ranges(cls, value: Any) -> Any:
-        ranges(value)
-        return value
+    def __post_init__(self) -> None:
+        ranges(self.layers)
 
     def covers(self, layer: int, source: str) -> bool:
         wanted = ranges(self.layers)
@@ -79,37 +79,44 @@ class _Scope(_Model):
         return in_layers and (self.sources is None or source in self.sources)
 
 
-class Override(_Scope):
+@dataclass(frozen=True)
+class Override(Scope):
     """Limits for some layers or some sources. The last that covers a cell wins."""
 
-    gates: Gates = {}
+    gates: dict[str, GateRule] = field(default_factory=dict)
+    """One table a gate."""
 
-    @field_validator("gates")
-    @classmethod
-    def _known_gates(cls, value: dict[str, GateRule]) -> dict[str, GateRule]:
-        return _known_gates(value)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_rules(self.gates)
 
 
-class Waiver(_Scope):
+@dataclass(frozen=True, kw_only=True)
+class Waiver(Scope):
     """A failure that somebody answers for until a day. It is listed with the verdict, and expires."""
 
     gate: str
-    owner: str = Field(min_length=1)
-    reason: str = Field(min_length=1)
-    expires: dt.date = Field(description="The last day on which it holds.")
+    owner: str
+    reason: str
+    expires: dt.date
+    """The last day on which it holds."""
 
-    @field_validator("gate")
-    @classmethod
-    def _known_gate(cls, value: str) -> str:
-        _known_gates({value: GateRule()})
-        return value
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_rules({self.gate: GateRule()})
+        for name in ("owner", "reason"):
+            if not getattr(self, name).strip():
+                raise ValueError(f"{name} is empty: a waiver names who answers for it, and why")
 
     def expired(self, today: dt.date) -> bool:
         return today > self.expires
 
 
-class Provenance(_Model):
+@dataclass(frozen=True, kw_only=True)
+class Provenance:
     """Where calibrated limits come from, and what a run must look like for them to hold."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
     references: list[str]
     created: str
@@ -117,103 +124,93 @@ class Provenance(_Model):
     num_experts: int
     top_k: int | None = None
     capacity_factor: float | None = None
-    source_mix: dict[str, float] = {}
+    source_mix: dict[str, float] = field(default_factory=dict)
     microbatch_tokens: float | None = None
     disjoint_windows: int
     alpha: float
     attainable_alpha: float
-    calibrated: bool = Field(description="false: too few disjoint windows for alpha.")
-    notes: list[str] = []
+    calibrated: bool
+    """false: too few disjoint windows for alpha."""
+    notes: list[str] = field(default_factory=list)
 
 
-class PolicyFile(_Model):
+@dataclass(frozen=True)
+class PolicyFile:
     """The contents of a policy file; every key may be left out."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
     name: str | None = None
     description: str | None = None
-    extends: str | None = Field(default=None, description="A preset, or a file relative to this one.")
-    alpha: float | None = Field(
-        None, gt=0, le=0.5, description="False alarms allowed over all cells of a run."
-    )
-    noise_aware: bool | None = Field(
-        default=None, description="Whether sampling floors decide between FAIL and INSUFFICIENT."
-    )
-    lag: int | Literal["disjoint"] | None = Field(
-        None,
-        description="Windows between the two that stability compares; 'disjoint': the last without overlap.",
-    )
-    effect: Literal["router", "total"] | None = Field(
-        default=None, description="What stability gates judge: the router's part of a swing, or all of it."
-    )
-    count_windows: Literal["disjoint", "consecutive"] | None = Field(
-        default=None, description="Which windows count towards min_windows and escalation."
-    )
-    min_windows: int | None = Field(default=None, ge=1)
-    length: int | None = Field(default=None, ge=1, description="Window length in steps.")
-    stride: int | None = Field(default=None, ge=1, description="Steps between the ends of windows.")
-    required: list[str] | None = Field(default=None, description="Gates that must have a decided cell.")
-    gates: Gates = {}
-    overrides: list[Override] = []
-    waivers: list[Waiver] = []
+    extends: str | None = None
+    """A preset, or a file relative to this one."""
+    alpha: float | None = None
+    """False alarms allowed over all cells of a run, above 0 and at most 0.5."""
+    noise_aware: bool | None = None
+    """Whether sampling floors decide between FAIL and INSUFFICIENT."""
+    lag: int | Literal["disjoint"] | None = None
+    """Windows between the two that stability compares; 'disjoint': the last without overlap."""
+    effect: Literal["router", "total"] | None = None
+    """What stability gates judge: the router's part of a swing, or all of it."""
+    count_windows: Literal["disjoint", "consecutive"] | None = None
+    """Which windows count towards min_windows and escalation."""
+    min_windows: int | None = None
+    """Windows without which a run is INSUFFICIENT."""
+    length: int | None = None
+    """Window length in steps."""
+    stride: int | None = None
+    """Steps between the ends of two windows."""
+    required: list[str] | None = None
+    """Gates that must have a decided cell."""
+    gates: dict[str, GateRule] = field(default_factory=dict)
+    """One table a gate: [gates.max_load]"""
+    overrides: list[Override] = field(default_factory=list)
+    waivers: list[Waiver] = field(default_factory=list)
     provenance: Provenance | None = None
 
-    @field_validator("gates")
-    @classmethod
-    def _known(cls, value: dict[str, GateRule]) -> dict[str, GateRule]:
-        return _known_gates(value)
-
-    @field_validator("required")
-    @classmethod
-    def _known_required(cls, value: list[str] | None) -> list[str] | None:
-        _known_gates(dict.fromkeys(value or [], GateRule()))
-        return value
-
-    @field_validator("lag")
-    @classmethod
-    def _positive_lag(cls, value: Any) -> Any:
-        if isinstance(value, int) and value < 1:
-            raise ValueError(f"lag is {value}: it must be 1 or more, or 'disjoint'")
-        return value
-
-    @model_validator(mode="after")
-    def _no_gap_between_windows(self) -> PolicyFile:
+    def __post_init__(self) -> None:
+        check_rules(self.gates)
+        check_rules(dict.fromkeys(self.required or (), GateRule()))
+        if self.alpha is not None and not 0 < self.alpha <= 0.5:
+            raise ValueError(f"alpha is {self.alpha}: it must lie above 0 and at most at 0.5")
+        for name in ("min_windows", "length", "stride", "lag"):
+            value = getattr(self, name)
+            if isinstance(value, int) and value < 1:
+                raise ValueError(f"{name} is {value}: it must be at least 1")
         if self.length and self.stride and self.stride > self.length:
             raise ValueError(
                 f"stride {self.stride} exceeds length {self.length}: steps between windows go unjudged"
             )
-        return self
 
 
 def stricter(op: Op, warn: float, fail: float) -> bool:
     return warn < fail if op.startswith(">") else warn > fail
 
 
-def _known_gates(rules: dict[str, GateRule]) -> dict[str, GateRule]:
-    for name in rules:
+def check_rules(rules: dict[str, GateRule]) -> None:
+    """Raises ValueError for an unknown gate, an op on the wrong side, or a warning beyond its limit."""
+    for name, rule in rules.items():
         if name not in GATES:
             raise ValueError(f"unknown gate {name!r}: {nearest(name, GATES)}")
-    for name, rule in rules.items():
         if rule.op is not None and rule.op[0] != GATES[name].op:
             raise ValueError(f"gate {name} has its bad side at {GATES[name].op!r}, not {rule.op!r}")
-        _check_order(name, rule)
-    return rules
-
-
-def _check_order(name: str, rule: GateRule) -> None:
-    if isinstance(rule.warn, float) and isinstance(rule.fail, float) and rule.warn != rule.fail:
-        op = rule.op or GATES[name].op
-        if not stricter(op, rule.warn, rule.fail):
+        op: Op = rule.op or GATES[name].op
+        numbers = [x for x in (rule.warn, rule.fail) if isinstance(x, int | float)]
+        if len(numbers) == 2 and numbers[0] != numbers[1] and not stricter(op, *numbers):
             side = "below" if op.startswith(">") else "above"
-            raise ValueError(f"gate {name}: warn {rule.warn:g} must lie {side} fail {rule.fail:g}")
+            raise ValueError(f"gate {name}: warn {numbers[0]:g} must lie {side} fail {numbers[1]:g}")
 
 
 def ranges(layers: str | int | Sequence[int | str] | None) -> list[tuple[int, int]] | None:
-    """Inclusive ranges of layers; None: all."""
+    """Inclusive ranges of layers; None: all.
+
+    Raises:
+        ValueError: one is no layer and no range.
+    """
     if layers is None:
         return None
-    items = [layers] if isinstance(layers, int | str) else layers
     out = []
-    for item in items:
+    for item in [layers] if isinstance(layers, int | str) else layers:
         first, _, last = str(item).partition("-")
         if not first.strip().isdigit() or (last and not last.strip().isdigit()):
             raise ValueError(f"{item!r} is no layer or range of layers, such as 3 or '0-3'")
