@@ -5,6 +5,7 @@ A (layer, expert) without a row in a step that has other rows is 0; a step witho
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_audit.importers import DenseCounts, ImportReport, PerLayer, declared_layers, write_store
-from moe_audit.record import LayerInfo, Record
+from moe_audit.record import MAX_COUNT, LayerInfo, Record
 from moe_audit.store import check_sources
 from moe_audit.thresholds.errors import NoDataError, UsageError
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 COLUMNS = ("step", "layer", "source", "expert", "count")
 OPTIONAL = ("first_step", "phase", "attempt")  # what an export holds beyond them
-MAX_INTEGER_DIGITS = 18  # fits int64
 
 Ints = npt.NDArray[np.int64]
 
@@ -99,7 +99,7 @@ def read_tables(files: Sequence[Path], format: str) -> Table:
         if bad is not None:
             raise UsageError(
                 f"{files[file_of_row[bad]]}, line {lines[bad]}: {column} is {str(frame[column].iloc[bad])!r}",
-                f"{column} is an integer, 0 or more",
+                f"{column} is an integer from 0 to {MAX_COUNT}",
             )
         return values
 
@@ -133,11 +133,16 @@ def _read_csv(file: Path) -> pd.DataFrame:
     """Text cells, indexed by their line; lines that are empty altogether are passed over."""
     import pandas as pd
 
+    options: dict[str, Any] = {"dtype": str, "keep_default_na": False, "encoding": "utf-8-sig"}
+    options |= {"skipinitialspace": True, "skip_blank_lines": False, "index_col": False}
     try:
-        frame = pd.read_csv(
-            file, dtype=str, keep_default_na=False, encoding="utf-8-sig", skipinitialspace=True,
-            skip_blank_lines=False, index_col=False,
-        )  # fmt: skip
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", pd.errors.ParserWarning)  # cells beyond the header's would be lost
+            frame = pd.read_csv(file, **options)
+    except pd.errors.ParserWarning:
+        raise UsageError(
+            f"{file} has lines with more cells than the header", "quote what holds commas"
+        ) from None
     except pd.errors.EmptyDataError:
         raise NoDataError(f"{file} is empty", f"it needs the columns {', '.join(COLUMNS)}") from None
     except UnicodeDecodeError as error:
@@ -185,15 +190,16 @@ def _integers(values: pd.Series[Any]) -> tuple[Ints, int | None]:
     """The values as integers, and the place of the first that is none or is negative."""
     if values.dtype.kind in "iu":
         array = values.to_numpy()
-        ok = (array >= 0) & (array < 2**62)
+        ok = (array >= 0) & (array <= MAX_COUNT)
     elif values.dtype.kind == "f":
         floats = values.to_numpy()
-        ok = np.isfinite(floats) & (floats >= 0) & (floats < 2**53) & (floats == np.floor(floats))
+        ok = np.isfinite(floats) & (floats >= 0) & (floats <= MAX_COUNT) & (floats == np.floor(floats))
         array = np.where(ok, floats, 0)
     else:
         text = values.astype(str).str.strip()
-        ok = text.str.fullmatch(rf"\+?\d{{1,{MAX_INTEGER_DIGITS}}}(\.0*)?").to_numpy(dtype=bool)
-        array = text.where(ok, "0").str.partition(".")[0].to_numpy()
+        ok = text.str.fullmatch(r"\+?\d{1,15}(\.0*)?").to_numpy(dtype=bool)
+        array = text.where(ok, "0").str.partition(".")[0].to_numpy().astype(np.int64)
+        ok = ok & (array <= MAX_COUNT)
     bad = np.flatnonzero(~ok)
     return array.astype(np.int64), int(bad[0]) if len(bad) else None
 
