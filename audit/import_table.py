@@ -138,7 +138,7 @@ def _read_csv(file: Path) -> pd.DataFrame:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", pd.errors.ParserWarning)  # cells beyond the header's would be lost
-            frame = pd.read_csv(file, **options)
+            frame: pd.DataFrame = pd.read_csv(file, **options)
     except pd.errors.ParserWarning:
         raise UsageError(
             f"{file} has lines with more cells than the header", "quote what holds commas"
@@ -151,8 +151,8 @@ def _read_csv(file: Path) -> pd.DataFrame:
         raise UsageError(f"{file} is no CSV: {str(error).strip()}", "see that line") from None
     frame.columns = [str(column).strip() for column in frame.columns]
     frame.index += 2  # the header is line 1
-    frame = frame.fillna("")  # a line with too few cells
-    return frame[(frame != "").any(axis=1)]
+    cells: pd.DataFrame = frame.fillna("")  # a line with too few cells
+    return cells.loc[(cells != "").any(axis=1)]
 
 
 def _read_parquet(file: Path) -> pd.DataFrame:
