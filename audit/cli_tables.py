@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from moe_audit.printable import printable
 from moe_audit.run import Run
 from moe_audit.table import KEYS, METRICS, metric_rows
 from moe_audit.thresholds.errors import UsageError
@@ -49,7 +50,9 @@ def _render(windows: dict[str, Any], rows: list[dict[str, Any]], shown: Sequence
     table = [["steps", "layer", "source", *shown]]
     for row in rows:
         steps = f"{row['first_step']}-{row['last_step']}"
-        table.append([steps, str(row["layer"]), _clean(row["source"]), *(_cell(row[n]) for n in shown)])
+        table.append(
+            [steps, str(row["layer"]), printable(row["source"])[:24], *(_cell(row[n]) for n in shown)]
+        )
     widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
     lines = ["  ".join(c.rjust(w) for c, w in zip(line, widths)) for line in table]
     return "\n".join([f"{head} ({windows['origin']}); all metrics: --format json", "", *lines]) + "\n"
@@ -59,7 +62,3 @@ def _cell(value: float | bool | None) -> str:
     if value is None:
         return "-"
     return f"{value:,.0f}" if float(value).is_integer() else f"{value:.4g}"
-
-
-def _clean(text: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in text)[:24]

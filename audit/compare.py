@@ -16,6 +16,7 @@ import numpy.typing as npt
 from moe_audit import formulas as m
 from moe_audit.attribution import Shift, attribute
 from moe_audit.frame import LayerFrame, analyse
+from moe_audit.printable import printable
 from moe_audit.run import Run
 from moe_audit.thresholds import floors
 from moe_audit.thresholds.errors import NoDataError, UsageError
@@ -280,8 +281,8 @@ def render(result: Comparison, format: str = "text") -> str:
     what = "the router's part is judged" if result.effect == "router" else "the whole change is judged"
     lines = [
         f"{result.status} under policy {result.policy} ({what})",
-        f"A {shown(a.path)} steps {a.first_step}-{a.last_step}, {a.tokens:,.0f} tokens",
-        f"B {shown(b.path)} steps {b.first_step}-{b.last_step}, {b.tokens:,.0f} tokens",
+        f"A {printable(a.path)} steps {a.first_step}-{a.last_step}, {a.tokens:,.0f} tokens",
+        f"B {printable(b.path)} steps {b.first_step}-{b.last_step}, {b.tokens:,.0f} tokens",
     ]
     header = ["layer", "status", "tv", "router", "mix", "largest", "experts that moved most", "source", "V"]
     rows = [header]
@@ -290,7 +291,7 @@ def render(result: Comparison, format: str = "text") -> str:
         v = layer.metrics.get("cramers_v")
         rows.append([
             str(layer.layer), layer.status, f"{layer.total:.3f}", f"{layer.router:.3f}", f"{layer.mix:.3f}",
-            f"{layer.largest_share:.2%}", moved, shown(layer.source_moved or "-"),
+            f"{layer.largest_share:.2%}", moved, printable(layer.source_moved or "-"),
             "-" if v is None or None in v else f"{v[0]:.2f} -> {v[1]:.2f}",
         ])  # fmt: skip
     if format == "markdown":
@@ -301,10 +302,5 @@ def render(result: Comparison, format: str = "text") -> str:
         widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
         lines += ["", *("  ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in rows)]
         lines += ["", "tv = 0.5*sum abs(dp); V = Cramer's V of source and expert, A -> B"]
-    lines += [f"note: {shown(note)}" for note in result.notes]
+    lines += [f"note: {printable(note)}" for note in result.notes]
     return "\n".join(lines) + "\n"
-
-
-def shown(text: str) -> str:
-    """Names come from the store: no control characters reach a terminal."""
-    return "".join(c if c.isprintable() else "?" for c in text)

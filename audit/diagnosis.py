@@ -152,6 +152,7 @@ PATTERNS: tuple[Pattern, ...] = (
             LOGITS,
         ),
         (
+            "what changed at step {since}, where the first window beyond a limit begins",
             "the rows of each source: {by_source}",
             "router logit means per expert, over time",
             "the learning rate of the router against that of the experts",
@@ -190,7 +191,7 @@ PATTERNS: tuple[Pattern, ...] = (
             ),
         ),
         (
-            "since when: the first window in which expert {least_expert} fell below the limit",
+            "what changed at step {since}, where the first window beyond a limit begins",
             "the rows of each source: {by_source}",
         ),
         (

@@ -90,7 +90,8 @@ def _by_source(frame: LayerFrame, w: int) -> dict[str, Any]:
         "low_source": names[low],
         "low_load": float(u_S[low]),
         "source_ratio": float(u_S[high] / max(u_S[low], 1e-9)),
-        "by_source": ", ".join(f"{name} {u:.2g} fair shares of expert {hot}" for name, u in zip(names, u_S)),
+        "by_source": f"fair shares of expert {hot}: "
+        + ", ".join(f"{name} {u:.2g}" for name, u in zip(names, u_S)),
         "entropy_by_source": ", ".join(f"{name} {h:.2f}" for name, h in zip(names, entropy_S)),
         "entropy_gap": float(m.norm_entropy(n_SE.sum(0)) - entropy_S.min()),
         "narrow_source": names[int(entropy_S.argmin())],

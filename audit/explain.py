@@ -14,6 +14,7 @@ from moe_audit.checking import check
 from moe_audit.diagnosis import BY_KEY, OF_GATE, Pattern
 from moe_audit.evidence import gather, headroom_text
 from moe_audit.frame import Analysis, LayerFrame, analyse
+from moe_audit.printable import markdown, printable
 from moe_audit.run import Run
 from moe_audit.thresholds.gate_names import GATES
 from moe_audit.thresholds.policy import PRESETS, Policy, load_policy
@@ -35,7 +36,7 @@ class LikelyCause:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """One pattern in one run: where it is worst, and what to do."""
+    """One pattern in one run: the window where it is worst, the step since when it shows, and what to do."""
 
     pattern: str
     title: str
@@ -46,6 +47,7 @@ class Diagnosis:
     also_layers: list[int]
     first_step: int
     last_step: int
+    since: int
     source: str
     symptom: str
     breaches: list[str]
@@ -135,6 +137,7 @@ def _diagnoses(
         worst_of = {layer: max(groups[key, layer], key=_badness) for layer in layers}
         layer = max(layers, key=lambda x: _badness(worst_of[x]))
         cell, known = worst_of[layer], dict(facts[key, layer])
+        known["since"] = min(c.first_step for c in groups[key, layer])
         if cell.value_reason:
             known["note"] = cell.value_reason
         pattern = BY_KEY[key]
@@ -154,6 +157,7 @@ def _diagnoses(
             sorted(set(layers) - {layer}),
             cell.first_step,
             cell.last_step,
+            known["since"],
             cell.source,
             _first_filled(pattern.symptom, known) or pattern.title,
             breaches,
@@ -240,7 +244,7 @@ def render(found: Explanation, format: str = "text") -> str:
     if format == "json":
         return json.dumps({"schema_version": 1, **_finite(asdict(found))}, indent=1) + "\n"
     strong, item = ("**{}**", "- {}") if format == "markdown" else ("{}", "  {}")
-    say = _escaped if format == "markdown" else _plain
+    say = markdown if format == "markdown" else printable
     head = f"{found.status} under policy {found.policy}: {say(found.path)}"
     lines = [f"# {head}" if format == "markdown" else head]
     if not found.diagnoses:
@@ -271,15 +275,6 @@ def render(found: Explanation, format: str = "text") -> str:
         lines += ["", f"the same run under other presets: {others}"]
     lines += ["", *(f"note: {say(note)}" for note in found.notes)] if found.notes else []
     return "\n".join(lines) + "\n"
-
-
-def _plain(text: str) -> str:
-    """Names come from the store: no control characters reach a terminal."""
-    return "".join(c if c.isprintable() else "?" for c in text)
-
-
-def _escaped(text: str) -> str:
-    return "".join("\\" + c if c in "\\`*_[]<>|#" else c for c in _plain(text))
 
 
 def _finite(value: Any) -> Any:

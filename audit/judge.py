@@ -16,12 +16,12 @@ import numpy.typing as npt
 
 from moe_audit.gates import MAX_EXPERTS, Column
 from moe_audit.record import LayerInfo
+from moe_audit.thresholds.gate_names import breaches
 from moe_audit.thresholds.policy import Limit, Policy
 from moe_audit.verdict import Cell, GateResult, Status
 from moe_audit.windows import Windows
 
 Floats = npt.NDArray[np.float64]
-TOLERANCE = 1e-12  # a value at the limit, but for the rounding of its arithmetic, is at the limit
 NOT_JUDGED = -1
 # Of two gates in one window and layer the grid shows the one that decides: a gate that cannot tell does not
 # hide one that can. Indexed by status; the last entry is NOT_JUDGED.
@@ -29,25 +29,6 @@ GRID_ORDER = np.array([2, 3, 1, 4, 5, 0])  # PASS, WARN, INSUFFICIENT, FAIL, INV
 GATE_ORDER = np.array(
     [0, 2, 1, 3, 4, -1]
 )  # of the cells of one gate the worst: not being able to tell is no warning
-
-
-def breaches(op: str, value: Floats, limit: float) -> npt.NDArray[np.bool_]:
-    """Where `value op limit` holds; NaN breaches nothing.
-
-    >>> breaches(">", np.array([0.3, 0.1 + 0.2, np.nan, np.inf]), 0.3).tolist()
-    [False, False, False, True]
-    """
-    slack = TOLERANCE * max(1.0, abs(limit))
-    match op:
-        case ">":
-            return value > limit + slack
-        case ">=":
-            return value >= limit - slack
-        case "<":
-            return value < limit - slack
-        case "<=":
-            return value <= limit + slack
-    raise ValueError(op)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 Op = Literal[">", ">=", "<", "<="]
 Need = Literal[
@@ -131,8 +135,12 @@ GATES: dict[str, GateInfo] = {gate.name: gate for gate in _gates()}
 TOLERANCE = 1e-12  # a value at the limit, but for the rounding of its arithmetic, is at the limit
 
 
-def breaches(op: Op, value: float, limit: float) -> bool:
-    """Whether `value op limit` holds; NaN breaches nothing.
+@overload
+def breaches(op: Op, value: float, limit: float) -> bool: ...
+@overload
+def breaches(op: Op, value: npt.NDArray[np.float64], limit: float) -> npt.NDArray[np.bool_]: ...
+def breaches(op: Op, value: Any, limit: float) -> Any:
+    """Where `value op limit` holds, for a number or an array; NaN breaches nothing.
 
     >>> breaches(">", 0.1 + 0.2, 0.3), breaches(">=", 0.1 + 0.2, 0.3), breaches("<", float("nan"), 1.0)
     (False, True, False)

@@ -81,7 +81,7 @@ def test_hot_expert_with_its_evidence(make_run: Any) -> None:
     assert "mean logit of expert 3 is 4" in logit.evidence
     assert any("0.01 -> 0.1" in r for r in d.remedies)
     assert any("row of expert 3" in r for r in d.remedies)
-    assert any("code 3.2 fair shares of expert 3" in line for line in d.look_at)
+    assert any("fair shares of expert 3: code 3.2" in line for line in d.look_at)
 
 
 def test_evidence_against_a_cause_moves_it_down(make_run: Any) -> None:
