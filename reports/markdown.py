@@ -10,6 +10,7 @@ from moe_audit.reports.wording import (
     clean,
     error_of,
     headline,
+    note_label,
     number,
     op_of,
     place,
@@ -52,7 +53,9 @@ def render(verdict: Verdict) -> str:
         lines += ["", "</details>"]
     notes = [f"**skipped** {escape(s['gate'])}: {escape(s['reason'], 200)}" for s in verdict.skipped]
     notes += [f"**waived** {escape(waiver_line(w), 400)}" for w in verdict.waived]
-    notes += [f"**problem** {escape(p['kind'])}: {escape(p['message'], 400)}" for p in verdict.problems]
+    notes += [
+        f"**{note_label(p)}** {escape(p['kind'])}: {escape(p['message'], 400)}" for p in verdict.problems
+    ]
     error = error_of(verdict)
     if error is not None and error.get("remedy"):
         notes.append(f"**remedy** {escape(error['remedy'], 300)}")

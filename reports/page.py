@@ -21,6 +21,7 @@ from moe_audit.reports.wording import (
     clean,
     error_of,
     headline,
+    note_label,
     op_of,
     ranked,
     scope,
@@ -122,7 +123,14 @@ def summary(verdict: Verdict) -> dict[str, Any]:
         "rest": [{"gate": g, "status": s, "count": n} for (g, s), n in sorted(rest.items())],
         "skipped": [{k: clean(v, 300) for k, v in s.items()} for s in verdict.skipped],
         "waived": [{clean(k): clean(v, 300) for k, v in w.items() if v is not None} for w in verdict.waived],
-        "problems": [{k: clean(v, 400) for k, v in p.items()} for p in verdict.problems],
+        "problems": [
+            {
+                "label": note_label(p).capitalize(),
+                "kind": clean(p["kind"]),
+                "message": clean(p["message"], 400),
+            }
+            for p in verdict.problems
+        ],
         "error": error_of(verdict),
     }
 
@@ -206,7 +214,7 @@ def _cell(cell: Cell, ops: dict[str, str]) -> dict[str, Any]:
         "first": int(cell.first_step),
         "last": int(cell.last_step),
         "source": clean(cell.source),
-        "breach": breach(cell, ops.get(cell.gate, "")),
+        "breach": breach(cell, ops.get(cell.gate, "")).replace("<=", "≤").replace(">=", "≥"),
         "value": plain(cell.value),
         "limit": plain(cell.limit),
         "floor": plain(cell.floor),

@@ -11,6 +11,7 @@ from moe_audit.reports.wording import (
     clean,
     error_of,
     expert_list,
+    note_label,
     number,
     scope,
     sentence,
@@ -106,7 +107,7 @@ def _notes(verdict: Verdict, say: Callable[..., None]) -> None:
     skipped = [f"{clean(s['gate'])} ({clean(s['reason'], 200)})" for s in verdict.skipped]
     lines += [("skipped", ", ".join(skipped))] if skipped else []
     lines += [("waived", waiver_line(w)) for w in verdict.waived]
-    lines += [("problem", f"{clean(p['kind'])}: {clean(p['message'], 400)}") for p in verdict.problems]
+    lines += [(note_label(p), f"{clean(p['kind'])}: {clean(p['message'], 400)}") for p in verdict.problems]
     error = error_of(verdict)
     if error is not None and error.get("remedy"):
         lines.append(("remedy", clean(error["remedy"], 300)))

@@ -209,6 +209,11 @@ def op_of(verdict: Verdict) -> dict[str, str]:
     return {g.gate: g.op for g in verdict.gates}
 
 
+def note_label(problem: dict[str, str]) -> str:
+    """A broken invariant is a problem; all else under `problems` is a note on how to read the verdict."""
+    return "problem" if problem["kind"] == "invariant" else "note"
+
+
 def waiver_line(waiver: dict[str, Any]) -> str:
     return ", ".join(f"{clean(k)} {clean(v, 200)}" for k, v in waiver.items() if v is not None)
 

@@ -47,6 +47,7 @@
   const W = first.length, L = data.layers.length, S = data.sources.length;
   const middle = Array.from(first, (f, w) => (f + last[w]) / 2);
   const loadAt = Array.from(data.get("load_at")), frameAt = Array.from(data.get("frame_at"));
+  const end = Math.max(last[W - 1], data.get("step").at(-1));
   const state = { layer: 0, window: W - 1 };
   const worst = data.cells[0];
   if (worst) Object.assign(state, { layer: indexOfLayer(worst.layer), window: indexOfWindow(worst.last) });
@@ -128,7 +129,7 @@
     }];
     const layout = look({
       height: height + below + 50, hovermode: "closest",
-      xaxis: { title: { text: "step" }, anchor: below ? "y2" : "y", range: [first[0], last[W - 1]] },
+      xaxis: { title: { text: "step" }, anchor: below ? "y2" : "y", range: [first[0], end] },
       yaxis: { title: { text: "layer" }, type: "category", domain: [below ? split + 0.04 : 0, 1], autorange: "reversed", showgrid: false, nticks: 16 },
     });
     if (below) {
