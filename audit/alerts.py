@@ -1,13 +1,13 @@
 """When a person is told: from the windows of a verdict to an alert. Shared by the training gate and `watch`.
 
-Shapes: W windows, L layers.
+Shapes: W windows.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_audit.verdict import Grid, Status, Verdict
+from moe_audit.verdict import Status, Verdict
 
 SEVERE_IN_A_ROW = 3  # disjoint failing windows
 
@@ -21,8 +21,14 @@ class Alert:
     severe: bool = False
 
 
-def failing_in_a_row(grid: Grid) -> int:
-    """How many disjoint windows fail in a row, counted back from the newest; one fails where any layer does."""
+def failing_in_a_row(verdict: Verdict) -> int:
+    """How many disjoint windows fail in a row, counted back from the newest; one fails where any layer does.
+
+    0 for an INVALID verdict: its counts mean nothing, so nothing may act on them.
+    """
+    grid = verdict.grid
+    if grid is None or verdict.status == Status.INVALID:
+        return 0
     fails_W = (grid.status_WL == Status.FAIL).any(axis=1)
     count, begins = 0, None
     for w in reversed(range(len(fails_W))):
@@ -41,10 +47,12 @@ def alert_of(verdict: Verdict, sentence: str) -> Alert | None:
         verdict: of the last windows of a run.
         sentence: the verdict in words, the body of the alert.
     """
-    count = failing_in_a_row(verdict.grid) if verdict.grid is not None else 0
+    name = verdict.run.get("path", "run")
+    if verdict.status == Status.INVALID:
+        return Alert(f"{name}: the recording is invalid", sentence)
+    count = failing_in_a_row(verdict)
     if count == 0:
         return None
-    name = verdict.run.get("path", "run")
     if count >= SEVERE_IN_A_ROW:
         title = f"{name}: routing failed in {count} windows in a row, pause the training"
         return Alert(title, sentence, severe=True)

@@ -141,24 +141,29 @@ class TrainingGate:
         if self.override and state["override"]:
             self.override.load_state_dict(state["override"])
 
+    def check(self, step: int) -> str:
+        """Judges what is recorded up to `step` and acts on it; on all ranks together. Returns the status.
+
+        `recorder.step` calls it every stride; call it before a checkpoint is kept, after `recorder.flush()`.
+        """
+        decision = _from_rank_0(lambda: self._judge(step))
+        self.state.status = decision.status
+        self.state.next_check = step + (self.check_every or max(1, decision.stride))
+        self.state.failing_in_a_row = decision.failing_in_a_row
+        if decision.failing_in_a_row >= SEVERE_IN_A_ROW and self.pause_when_severe:
+            self._request_pause(step)
+        fails = decision.failing_in_a_row > 0 and decision.newest_begins >= self.state.rearmed
+        if fails and self.state.action_ends is None:
+            self._begin_action(step)
+        return self.state.status
+
     # -- one step
 
     def _step(self, step: int) -> None:
         if self.state.action_ends is not None and step >= self.state.action_ends:
             self._end_action(step)
-        if step < self.state.next_check:
-            return
-        decision = _from_rank_0(lambda: self._judge(step))
-        self.state.status = decision.status
-        self.state.next_check = step + (self.check_every or max(1, decision.stride))
-        self.state.failing_in_a_row = decision.failing_in_a_row
-        if decision.failing_in_a_row == 0:
-            return
-        severe = decision.failing_in_a_row >= SEVERE_IN_A_ROW
-        if severe and self.pause_when_severe:
-            self._request_pause(step)
-        if self.state.action_ends is None and decision.newest_begins >= self.state.rearmed:
-            self._begin_action(step)
+        if step >= self.state.next_check:
+            self.check(step)
 
     def _begin_action(self, step: int) -> None:
         self.state.action_ends = step + self.cooldown
@@ -204,7 +209,7 @@ class TrainingGate:
         grid, windows = self.verdict.grid, self.verdict.windows
         return Decision(
             status_name(self.verdict),
-            failing_in_a_row(grid) if grid is not None else 0,
+            failing_in_a_row(self.verdict),
             int(grid.first_step_W[-1]) if grid is not None and len(grid.first_step_W) else 0,
             int(windows.get("stride") or 1),
         )

@@ -78,6 +78,13 @@ class LearningRateOverride:
         for handle in self._handles:
             handle.remove()
 
+    def rate(self, group: dict[str, Any]) -> float:
+        """The learning rate that a parameter group's next step is taken with."""
+        for i in range(len(self._governed)):
+            if self.active and self._group(i) is group:
+                return float(self._overridden(i, group["lr"]))
+        return float(group["lr"])
+
     def applied(self) -> list[float]:
         """The learning rates of the last step of each governed group."""
         return [float(self._last.get(i, self._group(i)["lr"])) for i in range(len(self._governed))]
