@@ -72,7 +72,7 @@ def import_megatron(
             )
     meta = {"framework": "Megatron-LM trace", "imported_from": str(files[0]), "world_size": len(ranks)}
     records = _records(sums, numbers, layers, len(ranks))
-    count = write_store(output, layers, (UNLABELLED,), [(min(sums), records)], meta)
+    count = write_store(output, layers, (UNLABELLED,), [(min(sums), records)], meta, counts_only=True)
     return ImportReport(output, count, len(layers), (UNLABELLED,), tuple(notes))
 
 

@@ -45,7 +45,7 @@ def import_ranks(files: Sequence[Path], output: Path) -> ImportReport:
         joined = (_joined(key, of_phase[key[2]], layers, sources) for key in keys)
         meta = {k: v for k, v in runs[0].meta.items() if k not in ("rank", "created", "journal_mode")}
         attempt = (min(first for _, first, _ in keys), joined)
-        count = write_store(output, layers, sources, [attempt], meta | {"mode": "ranks"})
+        count = write_store(output, layers, sources, [attempt], meta | {"mode": "ranks"}, counts_only=False)
         partial = sum(not all(key in records for _, records in of_phase[key[2]]) for key in keys)
         notes = [f"{partial} of {count} records are not in the file of every rank"] if partial else []
         return ImportReport(output, count, len(layers), tuple(sources), tuple(notes))

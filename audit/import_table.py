@@ -66,13 +66,8 @@ def import_table(
         )
         for number in np.unique(table.attempt)
     ]
-    records = write_store(
-        output,
-        layers,
-        table.sources,
-        attempts,
-        {"framework": f"import {format}", "imported_from": str(files[0])},
-    )
+    meta = {"framework": f"import {format}", "imported_from": str(files[0])}
+    records = write_store(output, layers, table.sources, attempts, meta, counts_only=True)
     return ImportReport(output, records, len(layers), tuple(table.sources))
 
 

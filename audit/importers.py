@@ -174,9 +174,11 @@ def write_store(
     sources: Sequence[str],
     attempts: Iterable[tuple[int, Iterator[Record]]],
     meta: Mapping[str, object],
+    *,
+    counts_only: bool,
 ) -> int:
     """Writes the records of each attempt (start step, records), or nothing. Returns how many."""
-    store = Store.create(output, layers, sources, meta)
+    store = Store.create(output, layers, sources, meta, counts_only=counts_only)
     written = 0
     try:
         for start_step, records in attempts:

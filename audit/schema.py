@@ -35,10 +35,12 @@ def create_schema(
     layers: Sequence[LayerInfo],
     sources: Sequence[str],
     meta: Mapping[str, Any],
+    *,
+    counts_only: bool,
 ) -> None:
     """Makes an empty database a routing store with these layers and sources."""
-    # The page size has to be set before the first table.
-    connection.execute(f"PRAGMA page_size = {best_page_size([i.num_experts for i in layers], len(sources))}")
+    page = best_page_size([i.num_experts for i in layers], len(sources), counts_only=counts_only)
+    connection.execute(f"PRAGMA page_size = {page}")  # to be set before the first table
     db = Database(connection)
     migrations.apply(db)
     with db.atomic():
@@ -51,22 +53,30 @@ def create_schema(
     connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
 
-def best_page_size(num_experts: Sequence[int], num_sources: int) -> int:
-    """The largest page size that takes at most 2 % more room than the best, for a thousand records.
+def best_page_size(num_experts: Sequence[int], num_sources: int, *, counts_only: bool) -> int:
+    """The largest page size that takes at most 2 % more room than the best, for a few hundred records.
 
     Rows of a few kilobytes want large pages, since a leaf page takes only whole rows; rows of many kilobytes
     want small ones, since what is left of them fills whole overflow pages. Large pages are read faster.
     """
-    size = {page: store_bytes(num_experts, num_sources, page, records=1000) for page in PAGE_SIZES}
+    size = {
+        page: store_bytes(num_experts, num_sources, page, records=300, counts_only=counts_only)
+        for page in PAGE_SIZES
+    }
     return max(page for page in PAGE_SIZES if size[page] <= 1.02 * min(size.values()))
 
 
-def store_bytes(num_experts: Sequence[int], num_sources: int, page: int, records: int) -> float:
+def store_bytes(
+    num_experts: Sequence[int], num_sources: int, page: int, records: int, *, counts_only: bool
+) -> float:
     """Bytes of a store with this many records, by SQLite's rule for rows larger than a page."""
+    small = 13 * page  # the other tables
+    if counts_only:
+        load = [4 * num_sources * E + 36 for E in num_experts]
+        return small + records * (14 * len(load) + _table_bytes(load, page))
     load = [8 * num_sources * E + 24 * num_sources + 36 for E in num_experts]
     stat = [24 * E + 40 for E in num_experts]
-    keys = 2 * 14 * len(num_experts)  # the two indexes
-    return 13 * page + records * (keys + _table_bytes(load, page) + _table_bytes(stat, page))
+    return small + records * (28 * len(load) + _table_bytes(load, page) + _table_bytes(stat, page))
 
 
 def _table_bytes(rows: Sequence[int], page: int) -> float:

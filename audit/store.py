@@ -45,8 +45,12 @@ class Store:
         layers: Sequence[LayerInfo],
         sources: Sequence[str] = (UNLABELLED,),
         meta: Mapping[str, Any] | None = None,
+        *,
+        counts_only: bool = False,
     ) -> Store:
         """A new store at `path`; its folder is made if need be. The file appears whole or not at all.
+
+        `counts_only`: no other arrays will come; pages are laid out for that.
 
         Raises:
             UsageError: the file exists, a source name is taken twice or is reserved, there is no layer, or
@@ -64,7 +68,8 @@ class Store:
                 raise UsageError(f"{path} exists already", remedy)
             path.parent.mkdir(parents=True, exist_ok=True)
             with closing(connect(draft)) as connection:
-                create_schema(connection, layers, sources, {"created": now(), **(meta or {})})
+                values = {"created": now(), **(meta or {})}
+                create_schema(connection, layers, sources, values, counts_only=counts_only)
             publish(draft, path)
         except (OSError, sqlite3.OperationalError) as error:
             raise UsageError(

@@ -113,7 +113,7 @@ def _import_sglang(
         for step in fired
     )
     meta = {"framework": "SGLang expert distribution", "imported_from": str(files[0])}
-    count = write_store(output, layers, (UNLABELLED,), [(fired[0], records)], meta)
+    count = write_store(output, layers, (UNLABELLED,), [(fired[0], records)], meta, counts_only=True)
     left_out = [n for n in range(total_LE.shape[0]) if n not in numbers]
     notes = [f"{len(left_out)} layers count nothing and are left out"] if left_out else []
     return ImportReport(output, count, len(layers), (UNLABELLED,), tuple(notes))
@@ -183,7 +183,7 @@ def _import_logits(
         _logit_record(_load(file), file, step, layers, len(sources)) for step, file in enumerate(files, 1)
     )
     meta = {"framework": "router logits", "imported_from": str(files[0])}
-    count = write_store(output, layers, sources, [(1, records)], meta)
+    count = write_store(output, layers, sources, [(1, records)], meta, counts_only=False)
     notes = ("picks are the top-k of the logits: not those of a router with bias or groups",)
     return ImportReport(output, count, len(layers), tuple(sources), notes)
 
