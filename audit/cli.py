@@ -60,7 +60,10 @@ def check(
     no_color: bool,
     **scope: Any,
 ) -> int:
-    """Judge every window of RUN (a folder with routing.db, or the file) and set the exit code."""
+    """Judge every window of RUN and set the exit code.
+
+    RUN is a folder that holds routing.db, or the file itself; training may still be writing it.
+    """
     places = io.destinations()
     every = all_cells or any(format == "junit" for format, _ in places)  # a test case for what passes, too
     verdict = opt.judge(run, policy, scope, all_cells=every, fail_on=fail_on)
@@ -80,7 +83,7 @@ def check(
 @click.option("--metric", "names", multiple=True, metavar="NAME", help="Only this column; repeatable.")
 @opt.output_options("text", "json", "csv")
 def metrics(run: Path, names: tuple[str, ...], no_color: bool, **scope: Any) -> int:
-    """Print every metric of every window, layer and source of RUN, unjudged."""
+    """Print every metric of RUN by window, layer and source."""
     from moe_audit.cli_tables import metrics_texts
 
     places = io.destinations()
@@ -98,7 +101,11 @@ def metrics(run: Path, names: tuple[str, ...], no_color: bool, **scope: Any) -> 
 @opt.checkpoint_option
 @opt.output_options("text", "json", "markdown")
 def explain(run: Path, policy: str | None, no_color: bool, **scope: Any) -> int:
-    """Say why RUN fails: symptoms, likely causes in the order to check them, evidence, remedies."""
+    """Say why RUN fails, with evidence and remedies.
+
+    For each failing pattern: the symptom, likely causes in the order to check them, what this run says for
+    and against each, what to look at, and usual remedies.
+    """
     from moe_audit import explain as explaining
 
     places = io.destinations()
@@ -130,7 +137,11 @@ def compare(
     no_color: bool,
     **_: Any,
 ) -> int:
-    """Compare two runs, two ranges of steps, or a model before and after fine-tuning."""
+    """Compare two runs, or two ranges of steps.
+
+    For a model before and after fine-tuning, or two stages of one run: how far the router and the data mix
+    moved each layer, what moved most, and whether the limits of the policy accept it (exit code 1: no).
+    """
     from moe_audit import compare as comparing
 
     places = io.destinations()
@@ -190,7 +201,10 @@ def calibrate(
     allow_mismatch: bool,
     force: bool,
 ) -> int:
-    """Take limits from healthy runs: conformal quantiles over disjoint windows, worst layer of each."""
+    """Take limits from healthy runs.
+
+    Conformal quantiles over disjoint windows, of the worst layer and source of each.
+    """
     from moe_audit.reference import calibrate as calibrate_runs
 
     io.refuse_overwrite(output, force)
@@ -245,7 +259,10 @@ def calibrate(
 @opt.policy_option
 @opt.output_options("text", "json")
 def plan(no_color: bool, _formats: Any, _outputs: Any, policy: str | None, **sizes: Any) -> int:
-    """Choose window, stride and flush interval before a run; say what it can detect and what it stores."""
+    """Choose windows and records before a run.
+
+    Says what size of effect they can detect, and how large the store gets.
+    """
     from moe_audit import plan as planning
 
     places = io.destinations()

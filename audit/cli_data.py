@@ -139,7 +139,7 @@ def _export_verdict(run: Run, format: str, policy: str | None, output: Path) -> 
 @opt.run_argument
 @opt.output_options("text", "json")
 def info_command(run: Path, **_: Any) -> int:
-    """Say what is in RUN: steps, layers, sources, attempts, gaps, events."""
+    """Say what RUN holds: steps, layers, sources, gaps."""
     from moe_audit.info import info, info_text
 
     places = io.destinations()

@@ -85,7 +85,9 @@ def report(
 def statement(
     run: Path | None, policy: str | None, checkpoint: int | None, output: Path, verify: Path | None
 ) -> int:
-    """Write what a release says about its routers: JSON, and a section for the model card.
+    """Write what a release says about its routers.
+
+    routing_statement.json, and routing_statement.md as a section for the model card.
 
     Exit code as for `check`; with --verify 1 where something differs.
     """

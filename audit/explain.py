@@ -111,9 +111,11 @@ def explain(run: Run, policy: Policy | str | None = "default", **scope: Any) -> 
 def _group(cells: Iterable[Cell], analysis: Analysis, frame: LayerFrame) -> Iterator[tuple[str, list[Cell]]]:
     """Cells of one layer by pattern."""
     found: dict[str, list[Cell]] = {}
+    known: dict[int, dict[str, Any]] = {}
     for cell in cells:
         key = OF_GATE[cell.gate].key
-        facts = gather(analysis, frame, _window(frame, cell))
+        w = _window(frame, cell)
+        facts = known[w] if w in known else known.setdefault(w, gather(analysis, frame, w))
         pooled = cell.gate == "source_entropy" and facts.get("entropy_gap", 0.0) < SAME_ENTROPY
         if cell.gate in SHAPE_GATES or pooled:
             hot = facts.get("load", 1.0) - 1 >= 1 - facts.get("least_load", 1.0)
