@@ -11,7 +11,8 @@
 
   async function unpack(id) {
     const text = atob($(id).textContent.trim());
-    const bytes = Uint8Array.from(text, (c) => c.charCodeAt(0));
+    const bytes = new Uint8Array(text.length);
+    for (let i = 0; i < bytes.length; i++) bytes[i] = text.charCodeAt(i); // some ten times faster than Uint8Array.from
     return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).arrayBuffer();
   }
 

@@ -9,10 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 from junitparser import JUnitXml
 
 Make = Callable[..., Any]
+SCHEMA = Path(__file__).parents[2] / "reports/schemas/verdict.schema.json"
 COMMAND = str(Path(sys.executable).with_name("moe-audit"))
 
 
@@ -40,6 +42,31 @@ def test_one_check_writes_every_format(runs: Path, tmp_path: Path) -> None:
     windows = {(c["gate"], c["first_step"]) for c in verdict["cells"]}
     assert junit.tests > len(windows) + 1  # those that pass have a case too
     assert done.stdout.count("::error") <= 10
+
+
+@pytest.mark.parametrize(
+    ("args", "code"),
+    [
+        (["healthy"], 0),
+        (["sick"], 1),
+        (["sick", "--checkpoint", "900"], 1),
+        (["nowhere"], 2),
+        (["healthy", "--policy", "no such"], 2),
+        (["healthy", "--no-such-option"], 2),
+        (["healthy", "--length", "1000"], 3),
+        (["healthy", "--phase", "eval"], 2),
+        (["text"], 4),
+    ],
+)
+def test_json_has_the_published_shape_whatever_happens(runs: Path, args: list[str], code: int) -> None:
+    (runs / "text").write_text("this is no store\n" * 100)
+    done = audit("check", *args, "--format", "json", cwd=runs)
+    assert done.returncode == code, done.stderr
+    content = json.loads(done.stdout)
+    jsonschema.Draft202012Validator(json.loads(SCHEMA.read_text())).validate(content)
+    assert content["exit_code"] == code
+    assert (content["error"] is None) == (code < 2)
+    assert bool(done.stderr) == (code >= 2)
 
 
 def test_report_statement_and_exports(runs: Path, tmp_path: Path) -> None:
