@@ -11,7 +11,7 @@ import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from operator import itemgetter
 from typing import Any
 
@@ -94,11 +94,10 @@ def _rows(
         some = ""
         if len(layers) < len(run.layers):
             some = f" WHERE layer IN ({', '.join(str(info.layer) for info in layers)})"
-        yield from run.query(f"{select} NOT INDEXED{some}")
-        return
+        return run.query(f"{select} NOT INDEXED{some}")
     low, high = int(numbers.min()), int(numbers.max())
-    for info in layers:
-        yield from run.query(f"{select} WHERE layer = ? AND record BETWEEN ? AND ?", info.layer, low, high)
+    between = f"{select} WHERE layer = ? AND record BETWEEN ? AND ?"
+    return chain.from_iterable(run.query(between, info.layer, low, high) for info in layers)
 
 
 def _regular(record: Array, layer: Array, order: Array, columns: Sequence[tuple[Any, ...]]) -> bool:
@@ -159,9 +158,9 @@ class _Decoder:
             arrays[name] = (
                 None if values[0] is None else self._stack(key_n, name, np.dtype(dtype), values, expected)
             )
-        if scalars[0] is not None and not all(isinstance(v, int) for v in scalars):
+        arrays[self.scalar] = scalar_n = None if scalars[0] is None else np.array(scalars)
+        if scalar_n is not None and scalar_n.dtype != np.int64:
             raise key_n.damaged(0, self.scalar)
-        arrays[self.scalar] = None if scalars[0] is None else np.array(scalars, dtype=np.int64)
         return arrays
 
     def _stack(

@@ -46,7 +46,7 @@ def make_store(path: Path, records: int, layers: int, sources: int, experts: int
         for r in range(first, min(first + 500, records)):
             rows = {}
             for layer in range(layers):
-                counts = pool[(r * layers + layer) % 64]
+                counts = pool[rng.integers(64)]
                 rows[layer] = LayerRecord(counts, tokens, **(_extras(counts, top1) if full else {}))
             batch.append(
                 Record(
@@ -270,10 +270,10 @@ def main() -> None:
         query = by_duckdb(frame, LENGTH, LENGTH // 2)
         joined, from_sql = timed(lambda: query(JOINED))
         sql, from_rolling = timed(lambda: query(ROLLING))
-        assert from_rolling == from_sql
         rolling, from_pandas = timed(lambda: by_pandas(frame, LENGTH, LENGTH // 2))
         for name, value in from_sql.items():
-            assert abs(value - from_pandas[name]) < 1e-9, (name, value, from_pandas[name])
+            for other in (from_pandas[name], from_rolling[name]):
+                assert abs(value - other) < 1e-9, (name, value, other)
         print(
             f"classic metrics over {len(frame) / 1e6:.1f} M long rows: check {ours:.2f} s, pandas rolling"
             f" {rolling:.1f} s = {rolling / ours:.0f} x, DuckDB rolling {sql:.1f} s"
