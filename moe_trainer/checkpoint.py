@@ -18,8 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from moe_audit.thresholds.errors import UsageError
-
-LAST = "last"
+from moe_trainer.runs import LAST
 
 
 def save_checkpoint(
@@ -51,22 +50,6 @@ def save_checkpoint(
         if old.name != target.name:
             shutil.rmtree(old)
     return target
-
-
-def last_checkpoint(run: Path) -> Path:
-    """The newest checkpoint of a run folder.
-
-    Raises:
-        UsageError: `run` is no run folder, or nothing was saved in it.
-    """
-    if not (run / "config.toml").is_file():
-        raise UsageError(f"{run} is not a run folder: it has no config.toml", "give the --save-folder")
-    last = run / "checkpoints" / LAST
-    if not (last / "state.pt").is_file():
-        raise UsageError(
-            f"{run} has no checkpoint to resume from", "start it again: moe-train run --overwrite"
-        )
-    return last.resolve()
 
 
 def load_checkpoint(checkpoint: Path, model: nn.Module) -> dict[str, Any]:

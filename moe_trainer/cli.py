@@ -25,11 +25,9 @@ def cli() -> None:
 def run(config: Path, overrides: tuple[str, ...], save_folder: Path, overwrite: bool) -> None:
     """Train from CONFIG, a TOML file; OVERRIDES change settings, as in optim.lr=3e-4."""
     from moe_trainer.config import load_config
+    from moe_trainer.runs import run as run_training
 
-    settings = load_config(config, overrides)
-    from moe_trainer.train import run as run_training  # torch, only once the settings are right
-
-    run_training(settings, save_folder, overwrite=overwrite)
+    run_training(load_config(config, overrides), save_folder, overwrite=overwrite)
 
 
 @cli.command()
@@ -37,7 +35,7 @@ def run(config: Path, overrides: tuple[str, ...], save_folder: Path, overwrite: 
 @click.argument("overrides", nargs=-1)
 def resume(run_folder: Path, overrides: tuple[str, ...]) -> None:
     """Continue the run in RUN_FOLDER from its last checkpoint."""
-    from moe_trainer.train import resume as resume_training
+    from moe_trainer.runs import resume as resume_training
 
     resume_training(run_folder, overrides)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -18,65 +17,20 @@ from torch import Tensor
 
 from moe_audit.hooks import Recorder
 from moe_audit.thresholds.errors import AuditError, UsageError
-from moe_trainer.checkpoint import last_checkpoint, load_checkpoint, save_checkpoint
-from moe_trainer.config import TrainConfig, load_config
-from moe_trainer.data import Batch, TokenStream, read_corpus
+from moe_trainer.checkpoint import load_checkpoint, save_checkpoint
+from moe_trainer.config import TrainConfig
+from moe_trainer.data import Batch, TokenStream
 from moe_trainer.facts import run_facts
 from moe_trainer.model import Transformer
 from moe_trainer.moe.layer import MoE, orthogonal_losses, post_step
 from moe_trainer.optim import build_optimizer, build_scheduler, load_optimizer_state
 from moe_trainer.runlog import RunLog
 
-# What a run writes into its folder; the recorder has side files beside routing.db.
-RUN_PATTERNS = ("config.toml", "routing*.db*", "train.log", "checkpoints", "tensorboard")
-
 
 class DivergedError(AuditError):
     """The loss or a gradient is not finite: training stopped before it could spoil the weights."""
 
     exit_code = 1
-
-
-def run(config: TrainConfig, folder: Path, *, overwrite: bool = False) -> Path:
-    """Train from the start into `folder`; returns the last checkpoint.
-
-    Raises:
-        UsageError: `folder` holds a run already (and not `overwrite`), or a setting or the text is wrong.
-        DivergedError: the loss became NaN or infinite.
-    """
-    stream = build_stream(config)  # before anything of an old run is removed
-    make_run_folder(folder, overwrite)
-    return Trainer(config, folder, stream).fit()
-
-
-def resume(folder: Path, overrides: tuple[str, ...] = ()) -> Path:
-    """Continue a run from its last checkpoint, as if it had never stopped; returns the last checkpoint.
-
-    Raises:
-        UsageError: nothing to resume, or the run is complete.
-        DivergedError: the loss became NaN or infinite.
-    """
-    checkpoint = last_checkpoint(folder)
-    config = load_config(folder / "config.toml", overrides)
-    return Trainer(config, folder, build_stream(config), resume_from=checkpoint).fit()
-
-
-def make_run_folder(folder: Path, overwrite: bool) -> None:
-    """Make the folder; with `overwrite`, remove the run that is in it and nothing else."""
-    if folder.exists() and not folder.is_dir():
-        raise UsageError(f"{folder} is a file", "give a folder with --save-folder")
-    present = [path for pattern in RUN_PATTERNS for path in sorted(folder.glob(pattern))]
-    if present and not overwrite:
-        raise UsageError(
-            f"{folder} holds a run already",
-            f"continue it with `moe-train resume {folder}`, or replace it with --overwrite",
-        )
-    for path in present:
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-    folder.mkdir(parents=True, exist_ok=True)
 
 
 class Trainer:
@@ -291,16 +245,3 @@ def pick_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
-
-
-def build_stream(config: TrainConfig) -> TokenStream:
-    """The token stream of a configuration, at its start."""
-    data = config.data
-    return TokenStream(
-        read_corpus(data.sources, data.max_document_bytes),
-        sequence_length=data.sequence_length,
-        shard_tokens=data.shard_tokens,
-        shard_order=data.shard_order,
-        shuffle=data.shuffle,
-        seed=config.train.seed,
-    )

@@ -11,6 +11,7 @@ import torch
 
 from moe_trainer import train
 from moe_trainer.config import load_config
+from moe_trainer.runs import run
 
 TINY = """
 [model]
@@ -81,6 +82,6 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> Any:
         with monkeypatch.context() as patch:
             patch.setattr(train.Trainer, "update", killing)
             with pytest.raises(KeyboardInterrupt):
-                train.run(load_config(config_file, overrides), folder)
+                run(load_config(config_file, overrides), folder)
 
     return interrupt

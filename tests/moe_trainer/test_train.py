@@ -13,7 +13,8 @@ from moe_audit.thresholds.errors import UsageError
 from moe_trainer import train
 from moe_trainer.config import load_config
 from moe_trainer.facts import balancing_rule
-from moe_trainer.train import DivergedError, build_stream, resume, run
+from moe_trainer.runs import build_stream, resume, run
+from moe_trainer.train import DivergedError
 
 NO_RECORDER = "recorder.enabled=false"
 
