@@ -50,8 +50,7 @@ def render_html(run: Run, verdict: Verdict, explanation: Explanation | None = No
     template = environment.from_string(templates.joinpath("report.html.j2").read_text(encoding="utf-8"))
     header, arrays = page.collect(run, verdict)
     text = template.render(
-        **page.summary(verdict),
-        diagnoses=page.diagnoses(explanation),
+        **page.summary(verdict, explanation),
         events=header["events"],
         layer_names=[(i["layer"], i["name"]) for i in header["layers"]],
         windows=len(arrays["first"]),

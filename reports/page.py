@@ -93,10 +93,16 @@ def collect(run: Run, verdict: Verdict) -> tuple[dict[str, Any], Arrays]:
     return header, arrays
 
 
-def summary(verdict: Verdict) -> dict[str, Any]:
+def summary(verdict: Verdict, explanation: Explanation | None = None) -> dict[str, Any]:
     """What the template prints without any script: the sentence, the gates, the worst cells, the notes."""
     ops = op_of(verdict)
     cells = [c for c in ranked(verdict.cells) if c.status]
+    titles = {
+        (gate, layer): clean(d.title, 200)
+        for d in reversed(explanation.diagnoses if explanation else [])
+        for gate in d.gates
+        for layer in (d.layer, *d.also_layers)
+    }
     rest: dict[tuple[str, str], int] = {}
     for cell in cells[WORST_CELLS:]:
         key = (clean(cell.gate), cell.status.name)
@@ -119,7 +125,10 @@ def summary(verdict: Verdict) -> dict[str, Any]:
             }
             for g in sorted(verdict.gates, key=lambda g: -g.status)
         ],
-        "cells": [_cell(c, ops) for c in cells[:WORST_CELLS]],
+        "cells": [
+            _cell(c, ops) | {"diagnosis": titles.get((c.gate, c.layer), "")} for c in cells[:WORST_CELLS]
+        ],
+        "diagnoses": _diagnoses(explanation),
         "rest": [{"gate": g, "status": s, "count": n} for (g, s), n in sorted(rest.items())],
         "skipped": [{k: clean(v, 300) for k, v in s.items()} for s in verdict.skipped],
         "waived": [{clean(k): clean(v, 300) for k, v in w.items() if v is not None} for w in verdict.waived],
@@ -135,7 +144,7 @@ def summary(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def diagnoses(explanation: Explanation | None) -> list[dict[str, Any]]:
+def _diagnoses(explanation: Explanation | None) -> list[dict[str, Any]]:
     """What `explain` found, with every text harmless and of bounded length."""
     found = explanation.diagnoses[:MOST_DIAGNOSES] if explanation is not None else []
     return [

@@ -25,6 +25,8 @@ def browser() -> Iterator[Any]:
     from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
 
+    if not (shutil.which("chromium") and shutil.which("chromedriver")):
+        pytest.fail("these tests need Debian's packages chromium and chromium-driver")
     options = webdriver.ChromeOptions()
     options.binary_location = shutil.which("chromium") or ""
     for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
