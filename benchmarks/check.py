@@ -8,6 +8,9 @@
 2. The six classic metrics (LIR, CV, min share, entropy in all and per source, share shift), the same windows:
    `check` with `classic`, against pandas rolling sums and DuckDB SQL over long rows, on a tenth of the steps.
 3. The training gate's look at the last five windows, early and late in the run.
+
+1 and 3 are seconds of the processor, which other work on the machine disturbs least; 2 is time on the clock,
+since DuckDB uses all cores.
 """
 
 from __future__ import annotations
@@ -83,14 +86,14 @@ def read_and_sum(path: Path, shape: tuple[int, ...]) -> float:
     """Seconds to read the file's bytes, and to sum as many counts once in numpy."""
     records, layers, sources, experts = shape
     part = np.ones((max(records // 20, 1), layers * sources * experts), np.uint32)
-    start = time.perf_counter()
+    start = time.process_time()
     data = path.read_bytes()
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     del data
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(20):
         part.sum(axis=0, dtype=np.int64)
-    return seconds + time.perf_counter() - start
+    return seconds + time.process_time() - start
 
 
 CHECK = """
@@ -99,13 +102,15 @@ from pathlib import Path
 import moe_audit
 from moe_audit.thresholds.policy import load_policy
 policy, times = load_policy(sys.argv[2]), []
+moe_audit.check  # imported before the clock starts
 for _ in range(int(sys.argv[3])):
-    start = time.perf_counter()
+    start = time.process_time(), time.perf_counter()
     verdict = moe_audit.check(sys.argv[1], policy, **json.loads(sys.argv[4]))
-    times.append(time.perf_counter() - start)
+    times.append((time.process_time() - start[0], time.perf_counter() - start[1]))
 # Not ru_maxrss, which a process inherits from the one that started it.
 peak = re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())
-print(json.dumps({"seconds": min(times), "mb": int(peak[1]) / 1024,
+print(json.dumps({"processor": min(t[0] for t in times), "clock": min(t[1] for t in times),
+                  "mb": int(peak[1]) / 1024,
                   "status": verdict.status.name, "cells": sum(verdict.totals.values())}))
 """
 
@@ -254,18 +259,18 @@ def main() -> None:
             result = run_check(path, "default")
             print(
                 f"{'all arrays' if full else 'counts only'}: {int(np.prod(shape)) / 1e6:.0f} M counts,"
-                f" {size:.0f} MB; read and sum {baseline:.2f} s; check {result['seconds']:.2f} s"
-                f" = {result['seconds'] / baseline:.1f} x, peak {result['mb']:.0f} MB,"
+                f" {size:.0f} MB; read and sum {baseline:.2f} s; check {result['processor']:.2f} s"
+                f" = {result['processor'] / baseline:.1f} x, peak {result['mb']:.0f} MB,"
                 f" {result['cells']} cells, {result['status']}"
             )
         end = args.records * STEPS
         for step in (end // 10, end):
             look = run_check(path, "default", checkpoint=step)
-            print(f"training gate at step {step}: {look['seconds'] * 1000:.0f} ms")
+            print(f"training gate at step {step}: {look['processor'] * 1000:.0f} ms")
         small = Path(folder) / "small.db"
         records = max(args.records // 10, 2 * LENGTH // STEPS)
         make_store(small, records, *shape[1:], full=False)
-        ours = run_check(small, "classic", length=LENGTH, stride=LENGTH // 2)["seconds"]
+        ours = run_check(small, "classic", length=LENGTH, stride=LENGTH // 2)["clock"]
         frame = long_rows(small)
         query = by_duckdb(frame, LENGTH, LENGTH // 2)
         joined, from_sql = timed(lambda: query(JOINED))
