@@ -29,9 +29,11 @@ class MegatronRouter(Adapter):
                 "turn that option off for the runs to audit",
             )
         capacity = config.moe_expert_capacity_factor
-        number = module.layer_number
+        number = -1 if module.layer_number is None else module.layer_number - 1
+        if number >= 0 and getattr(module, "is_mtp_layer", False):  # numbered from 1 again
+            number += config.num_layers
         return LayerInfo(
-            -1 if number is None else number - 1,
+            number,
             name,
             config.num_moe_experts,
             config.moe_router_topk,

@@ -11,12 +11,21 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal
+from dataclasses import replace
+from typing import Any, ClassVar, Literal, cast
 
 from torch import nn
 
 from moe_audit.hooks.adapters.base import Adapter, Observation, class_name, is_a, register
-from moe_audit.hooks.adapters.form import by_form, check_indices, expert_count, local, pick_count
+from moe_audit.hooks.adapters.form import (
+    EXPERT_COUNTS,
+    by_form,
+    check_indices,
+    expert_count,
+    local,
+    number,
+    pick_count,
+)
 from moe_audit.store import LayerInfo
 from moe_audit.thresholds.errors import UsageError
 
@@ -26,15 +35,11 @@ SIGMOID_FAMILIES = (
     "glm4_moe_lite glm4v_moe glm5_next glm_moe_dsa hy_v3 hy_v4 hy_v4_vl inkling kimi_linear kolibri1 laguna "
     "lfm2_moe llama4 mimo_v2_flash minimax_m2 minimax_m3_vl muse_spark nemotron_h solar_open step3p7"
 )
-# Target classes that return logits alone (the block behind them chooses), or that another adapter finds.
-LOGITS_ALONE = (
-    "transformers.models.dbrx.modeling_dbrx.DbrxRouter",
-    "transformers.models.jetmoe.modeling_jetmoe.JetMoeTopKGating",
-)
-# How `*Experts` modules call the ids and weights that they take behind the hidden states.
+# How modules of experts call the ids and weights that they take behind the hidden states.
 EXPERT_ARGUMENTS = (("top_k_index", "top_k_weights"), ("router_indices", "routing_weights"))
-# From here on the first element of the common form is the logits in every family; see hook_points in README.
-FIRST_SETTLED = (5, 10)
+# From here on the common form holds in all families. Before, some returned probabilities as the first element
+# (Mixtral, 5.0) or logits alone (DeepSeek-V3 to 5.9, GLM-4V to 5.12): their experts are observed instead.
+SETTLED = (5, 23)
 
 
 def version() -> tuple[int, int]:
@@ -51,6 +56,11 @@ def family(module: nn.Module) -> str:
         if parts[:2] == ["transformers", "models"] and len(parts) > 2:
             return parts[2]
     return ""
+
+
+def modeling(package: str, *classes: str) -> tuple[str, ...]:
+    """Qualified names of classes of one model family."""
+    return tuple(f"transformers.models.{package}.modeling_{package}.{name}" for name in classes)
 
 
 def router_classes(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -89,17 +99,20 @@ class TransformersAdapter(Adapter):
 
 @register
 class TransformersExperts(TransformersAdapter):
-    """Fallback: any `*Experts` module that takes (hidden_states, top_k_index, top_k_weights), ids global."""
+    """Fallback: any module that takes (hidden_states, top_k_index, top_k_weights); the ids are global."""
 
     hook = "pre"
     fallback = True
 
     def match(self, module: nn.Module) -> bool:
-        """Whether the class says it holds experts and its forward takes their ids and weights."""
-        return (
-            any(base.__name__.endswith("Experts") for base in type(module).__mro__)
-            and self._arguments(module) in EXPERT_ARGUMENTS
-        )
+        """Whether the forward takes ids and weights of experts."""
+        return self._arguments(module) in EXPERT_ARGUMENTS
+
+    def describe(self, name: str, module: Any, parent: Any) -> LayerInfo:
+        """The layer. Experts that are split over ranks count their own; the router beside them counts all."""
+        info = super().describe(name, module, parent)
+        beside = number((self.router(module, parent),), EXPERT_COUNTS)
+        return info if beside is None else replace(info, num_experts=beside)
 
     def observe(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Observation:
         indices, weights = (
@@ -107,7 +120,10 @@ class TransformersExperts(TransformersAdapter):
             for place, name in enumerate(self._arguments(module), start=1)
         )
         indices_TK = check_indices(indices, expert_count(module), None, class_name(module))
-        return Observation(indices_TK, local(weights).reshape(indices_TK.shape))
+        weights = local(weights).reshape(len(indices_TK), -1)
+        if weights.shape != indices_TK.shape:  # one for every expert, zero where not chosen (PhiMoE in 5.0)
+            weights = weights.gather(-1, indices_TK)
+        return Observation(indices_TK, weights)
 
     @staticmethod
     def _arguments(module: nn.Module) -> tuple[str, ...]:
@@ -118,38 +134,42 @@ class TransformersExperts(TransformersAdapter):
 class TransformersRouter(TransformersAdapter):
     """(logits T,E; weights T,k; ids T,k), the form of 66 of 77 router classes in 5.24."""
 
+    def match(self, module: nn.Module) -> bool:
+        """Whether E and K of a settled router are known; others are left to the experts behind."""
+        known = number((module, getattr(module, "config", None)), EXPERT_COUNTS) and pick_count(module)
+        return version() >= SETTLED and bool(known)
+
     def find(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        """The routers that the model names; those that return logits alone are left to the experts behind."""
+        """The routers that the model names."""
         for name, module in router_classes(model):
-            before = hasattr(module, "e_score_correction_bias") and version() < FIRST_SETTLED
-            if version() >= (5, 0) and not before and not is_a(module, *LOGITS_ALONE):
+            if self.match(module) and not is_a(module, *modeling("jetmoe", "JetMoeTopKGating")):
                 yield name, module
 
     def observe(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Observation:
-        kind = self.kind if version() >= FIRST_SETTLED else None
-        top_k = pick_count(module)
-        label = class_name(module)
-        if top_k is None:
-            raise UsageError(f"{label}: the picks per token are not known", "give Recorder.attach an adapter")
-        return by_form(output, expert_count(module), top_k, label, kind)
+        top_k = cast("int", pick_count(module))
+        return by_form(output, expert_count(module), top_k, class_name(module), self.kind)
 
 
-def modeling(package: str, *classes: str) -> tuple[str, ...]:
-    """Qualified names of classes of one model family."""
-    return tuple(f"transformers.models.{package}.modeling_{package}.{name}" for name in classes)
+class SpecialRouter(TransformersRouter):
+    """Base of close relatives of the common form, found by their class."""
 
+    def match(self, module: nn.Module) -> bool:
+        """Whether `module` is of one of the classes, in a version where their form has settled."""
+        return version() >= SETTLED and is_a(module, *self.classes)
 
-@register
-class ProbabilityRouter(TransformersRouter):
-    """(probabilities T,E; weights T,k; ids T,k)."""
-
-    classes = modeling("gemma4", "Gemma4TextRouter") + modeling("diffusion_gemma", "DiffusionGemmaTextRouter")
-    kind = "probs"
     find = Adapter.find
 
 
 @register
-class ScoreFunctionRouter(TransformersRouter):
+class ProbabilityRouter(SpecialRouter):
+    """(probabilities T,E; weights T,k; ids T,k)."""
+
+    classes = modeling("gemma4", "Gemma4TextRouter") + modeling("diffusion_gemma", "DiffusionGemmaTextRouter")
+    kind = "probs"
+
+
+@register
+class ScoreFunctionRouter(SpecialRouter):
     """The common form, with a gate of the router's own: its scores are taken, not its logits."""
 
     classes = (
@@ -157,7 +177,6 @@ class ScoreFunctionRouter(TransformersRouter):
         + modeling("inkling2", "Inkling2TopKRouter")
         + modeling("inkling2_loop", "Inkling2LoopTopKRouter")
     )
-    find = Adapter.find
 
     def observe(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Observation:
         seen = super().observe(module, args, kwargs, output)
@@ -167,14 +186,13 @@ class ScoreFunctionRouter(TransformersRouter):
 
 
 @register
-class LongcatFlashRouter(TransformersRouter):
+class LongcatFlashRouter(SpecialRouter):
     """The common form; its ids go on past the experts: those have no weights and return their input.
 
     They are chosen like the others, so they are counted like the others.
     """
 
     classes = modeling("longcat_flash", "LongcatFlashTopkRouter")
-    find = Adapter.find
 
     def describe(self, name: str, module: Any, parent: Any) -> LayerInfo:
         return LayerInfo(
@@ -182,8 +200,7 @@ class LongcatFlashRouter(TransformersRouter):
         )
 
     def observe(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Observation:
-        kind: Literal["logits"] | None = "logits" if version() >= FIRST_SETTLED else None
-        return by_form(output, module.n_routed_experts, module.top_k, class_name(module), kind)
+        return by_form(output, module.n_routed_experts, module.top_k, class_name(module), "logits")
 
 
 @register
@@ -250,6 +267,17 @@ class SwitchRouter(TransformersAdapter):
     classes = modeling("switch_transformers", "SwitchTransformersTop1Router")
 
     def describe(self, name: str, module: Any, parent: Any) -> LayerInfo:
+        """The layer.
+
+        Raises:
+            UsageError: A version that hands out nothing about the dropped tokens.
+        """
+        if (5, 0) <= version() < SETTLED:
+            raise UsageError(
+                f"{name} cannot be recorded: before transformers 5.23 no logits leave it, and what a dropped "
+                "token had chosen is not seen",
+                "use transformers 5.23 or later, or 4.57",
+            )
         return LayerInfo(-1, name, module.num_experts, 1, gating="softmax")
 
     def observe(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Observation:
@@ -287,7 +315,7 @@ REFUSED: dict[str, tuple[str, str]] = {
         ),
     ),
     **dict.fromkeys(
-        modeling("ernie4_5_vl_moe", "Ernie4_5_VLMoeMoeBlock"),
+        modeling("ernie4_5_vl_moe", "Ernie4_5_VLMoeMoeBlock", "Ernie4_5_VL_MoeMoeBlock"),
         (
             "text and image tokens are split up before they are routed, so no token can be told its source",
             "give Recorder.attach an adapter for Ernie4_5_VLMoeMoeTopKRouter and microbatches of text alone",

@@ -331,7 +331,7 @@ def test_expert_choice_is_recorded_as_chosen(compiled: bool, tmp_path: Path) -> 
 
 
 def test_more_layers_than_dynamo_keeps_versions_of_one_code(tmp_path: Path) -> None:
-    """Blocks compiled one by one share their code; each hook makes a version of its own, by default 8 at most."""
+    """Blocks compiled one by one share their code, and each hook makes a version of its own."""
     model = nn.Sequential(*stack(10, list(range(10))))
     adapter = FunctionAdapter(Router, lambda output: Routing(output[2], logits=output[0]))
     with Recorder.attach(model, tmp_path / "routing.db", adapter=adapter) as recorder:

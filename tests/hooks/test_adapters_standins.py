@@ -32,6 +32,7 @@ class TopKRouterForm(nn.Module):
             "moe_expert_capacity_factor": None,
             "moe_pad_expert_input_to_capacity": False,
             "moe_router_score_function": "sigmoid",
+            "num_layers": 12,
         }
         self.config = SimpleNamespace(**settings | options)
         self.layer_number = layer_number
@@ -82,6 +83,14 @@ def test_megatron_after_a_drop_is_tagged_and_leaves_slots_unused() -> None:
     kept = seen.indices_TK[seen.indices_TK != NO_PICK]
     assert torch.equal(torch.bincount(kept, minlength=6), output[1].sum(0))
     assert len(kept) < 24 * 2
+
+
+def test_megatron_numbers_prediction_layers_behind_the_others() -> None:
+    model = megatron()
+    extra = named("megatron.core.transformer.moe.router", "TopKRouter", TopKRouterForm)(1)
+    extra.is_mtp_layer = True
+    model.mtp = nn.ModuleDict({"router": extra})
+    assert [r.info.layer for r in find_routers(model)] == [4, 5, 12]
 
 
 def test_megatron_padded_to_capacity_is_refused() -> None:
@@ -139,3 +148,37 @@ def test_sources_follow_the_sequences_of_a_sequence_major_batch(
     run = open_run(tmp_path / "routing.db")
     counts = torch.from_numpy(run.counts(run.layers[0].layer).sum(0))
     assert torch.equal(counts, torch.stack([by_sequence[1], by_sequence[0] + by_sequence[2]]))
+
+
+def test_mxfp4_blocks_are_refused_although_a_router_is_inside() -> None:
+    block = named("transformers.integrations.mxfp4", "Mxfp4GptOssMLP")()
+    block.router = nn.Linear(2, 2)
+    with pytest.raises(
+        UsageError, match=r"mlp \(Mxfp4GptOssMLP\) cannot be recorded: the MXFP4 kernels route"
+    ):
+        find_routers(nn.ModuleDict({"mlp": block}))
+
+
+class Experts(nn.Module):
+    """The arguments of every experts module of transformers 5; on this rank 2 of 6."""
+
+    num_experts = 2
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return hidden_states
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_experts_without_a_known_router_are_observed_by_their_arguments(by_name: bool) -> None:
+    block = nn.Module()
+    block.experts = named("transformers.models.other.modeling_other", "OtherExperts", Experts)()
+    block.gate = nn.Linear(8, 6)
+    block.gate.num_experts, block.top_k = 6, 2
+    (found,) = find_routers(nn.ModuleList([block]))
+    assert (found.info.num_experts, found.info.top_k, found.adapter.hook) == (6, 2, "pre")
+    assert found.router is block.gate
+    ids, weights = torch.tensor([[5, 0], [1, 3]]), torch.rand(2, 2)
+    args = (torch.randn(2, 8),) if by_name else (torch.randn(2, 8), ids, weights)
+    kwargs = {"top_k_index": ids, "top_k_weights": weights} if by_name else {}
+    seen = found.adapter.observe(found.module, args, kwargs, None)
+    assert torch.equal(seen.indices_TK, ids) and torch.equal(seen.weights_TK, weights)

@@ -297,17 +297,23 @@ def test_encoder_and_decoder_are_numbered_apart() -> None:
     assert {router.info.name.split(".")[0] for router in found} == {"encoder", "decoder"}
 
 
-def test_logits_are_not_read_where_they_were_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "qwen3_moe"])
+def test_experts_are_observed_where_routers_were_not_settled(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """5.0 returned probabilities as the first element, DeepSeek-V3 bare logits until 5.10."""
+    model = build(family)
     monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.3.0")
     assert version() == (5, 3)
-    found = find_routers(build("mixtral"))
-    output = (torch.rand(6, 8), torch.rand(6, 2), torch.randint(8, (6, 2)))
-    assert found[0].adapter.observe(found[0].module, (), {}, output).full_TE is None
-    assert {router.info.name for router in find_routers(build("deepseek_v3"))} == {
-        "layers.1.mlp.experts",
-        "layers.2.mlp.experts",
-    }
+    found = find_routers(model)
+    assert {router.adapter.hook for router in found} == {"pre"}
+    assert [router.info.name.rpartition(".")[2] for router in found] == ["experts"] * len(found)
+    seen = watch(model, family)
+    sources = record(model, tmp_path / "routing.db")
+    run = open_run(tmp_path / "routing.db")
+    for layer, ids in zip(run.layers, seen.values(), strict=True):
+        expected = sum(counts_by_source(i, s, 8) for i, s in zip(ids, sources, strict=True))
+        assert torch.equal(torch.from_numpy(run.counts(layer.layer).sum(0)), expected)
 
 
 class RouterAlone(nn.Module):
