@@ -144,8 +144,8 @@
     return [traces, layout];
   }
 
-  // Every event, and where drift was first noticed.
-  const marked = data.events.filter((e) => e.step !== null).slice(0, 60);
+  // What happened on the way (that recording began and ended is no news), and where drift was first noticed.
+  const marked = data.events.filter((e) => e.step !== null && !["attached", "closed"].includes(e.kind)).slice(0, 60);
   function mark(step, colour, dash) {
     return { type: "line", xref: "x", yref: "paper", x0: step, x1: step, y0: 0, y1: 1, line: { color: css(colour), width: 1.5, dash } };
   }

@@ -175,3 +175,48 @@ def test_windows_are_thinned_evenly_and_the_last_one_stays(
     count: int, most: int, expected: list[int]
 ) -> None:
     assert thin(count, most).tolist() == expected
+
+
+# Machado, Oliveira and Fernandes (2009), severity 1.0, on linear RGB.
+COLOUR_BLINDNESS = {
+    "none": np.eye(3),
+    "protanopia": [
+        [0.152286, 1.052583, -0.204868],
+        [0.114503, 0.786281, 0.099216],
+        [-0.003882, -0.048116, 1.051998],
+    ],
+    "deuteranopia": [
+        [0.367322, 0.860646, -0.227968],
+        [0.280085, 0.672501, 0.047413],
+        [-0.011820, 0.042940, 0.968881],
+    ],
+    "tritanopia": [
+        [1.255528, -0.076749, -0.178779],
+        [-0.078411, 0.930809, 0.147602],
+        [0.004733, 0.691367, 0.303900],
+    ],
+}
+
+
+def lab(hexadecimal: str, matrix: Any) -> np.ndarray[Any, Any]:
+    """CIE L*a*b* of a colour as somebody with this vision sees it."""
+    srgb = np.array([int(hexadecimal[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    linear = np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
+    seen = np.clip(np.asarray(matrix) @ linear, 0, 1)
+    to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+    t = to_xyz @ seen / [0.9505, 1.0, 1.089]
+    f = np.where(t > 0.008856, np.cbrt(t), 7.787 * t + 16 / 116)
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+@pytest.mark.parametrize("vision", COLOUR_BLINDNESS)
+def test_statuses_can_be_told_apart_by_colour_whatever_the_eye(vision: str) -> None:
+    css = (Path(html.__file__).parent / "templates" / "report.css").read_text()
+    themes = re.findall(
+        r"--pass: (#\w{6}); --warn: (#\w{6}); --fail: (#\w{6}); --insufficient: (#\w{6})", css
+    )
+    assert len(themes) == 2  # light and dark
+    for theme in themes:
+        seen = [lab(colour, COLOUR_BLINDNESS[vision]) for colour in theme]
+        distances = [np.linalg.norm(a - b) for i, a in enumerate(seen) for b in seen[:i]]
+        assert min(distances) > 15, (theme, [round(d) for d in distances])
