@@ -38,11 +38,13 @@ class ReadOnly:
         """The rows of a query, one by one.
 
         Raises:
-            StoreError: the file is damaged.
+            StoreError: the file is damaged, or locked.
         """
         try:
             yield from self._connection.execute(sql, values)
         except DAMAGE as error:
+            if "locked" in str(error):
+                raise StoreError(f"{self.path} is locked", "try again when its writer is done") from error
             raise damaged(self.path, error) from error
 
     def close(self) -> None:

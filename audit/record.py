@@ -92,7 +92,7 @@ class EncodedRecord:
     scalars: tuple[Any, ...]  # phase to written_at of `RECORD_COLUMNS`
     loads: tuple[tuple[int, Blobs, int], ...]  # layer, its arrays in the order of LOAD_DTYPES, invalid
     stats: tuple[tuple[int, Blobs, int | None], ...]  # layer, its arrays in the order of STAT_DTYPES, calls
-    events: tuple[tuple[int | None, str, dict[str, Any]], ...]
+    events: tuple[tuple[int, str, dict[str, Any]], ...]
 
 
 def encode(record: Record, num_experts: Mapping[int, int]) -> EncodedRecord:
@@ -139,7 +139,7 @@ def encode(record: Record, num_experts: Mapping[int, int]) -> EncodedRecord:
             for layer, x in record.layers.items()
             if any(v is not None for v in (x.calls, x.peak_E, x.sq_over_t_E, x.dropped_E, x.logit_mean_E))
         ),
-        events=tuple(record.events),
+        events=tuple((int(step), kind, as_json(detail)) for step, kind, detail in record.events),
     )  # fmt: skip
 
 
@@ -164,9 +164,15 @@ def record_crc(values: Sequence[Any]) -> int:
     return zlib.crc32(json.dumps(list(values)).encode())
 
 
+def as_json(detail: Mapping[str, Any]) -> dict[str, Any]:
+    """The detail of an event in plain JSON values."""
+    plain: dict[str, Any] = json.loads(json.dumps(dict(detail), default=plain_json))
+    return plain
+
+
 def plain_json(value: Any) -> Any:
-    """JSON for numpy and tensor scalars and arrays."""
-    return value.tolist()
+    """JSON for scalars and arrays of numpy and torch; the text of anything else."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def _blobs(dtypes: Mapping[str, str], *arrays: Any) -> Blobs:

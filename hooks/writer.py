@@ -128,7 +128,7 @@ class Writer:
 
     def submit_event(self, step: int | None, kind: str, detail: Mapping[str, Any]) -> None:
         """Hands over an event: an alert, an action on the learning rate."""
-        self._put(_Note("event", (step, kind, dict(detail))))
+        self._put(_Note("event", (None if step is None else int(step), kind, dict(detail))))
 
     def set_meta(self, values: Mapping[str, Any]) -> None:
         """Hands over keys of `meta` to be set."""
@@ -267,7 +267,7 @@ class Writer:
                 record = waiting() if callable(waiting) else waiting
                 encoded = encode(record, self._num_experts)
                 if queue.start_step is None:
-                    queue.start_step = record.first_step
+                    queue.start_step = int(record.first_step)
                 item = self._item(record=encoded)
         except Exception as error:
             with queue.state:
@@ -306,7 +306,7 @@ class Writer:
         records = sum(item.record is not None for item in items)
         try:
             path = spill(self.path, items) if items else queue.spill_path
-        except OSError as error:
+        except Exception as error:  # mostly OSError; the thread outlives all of them
             if not last:
                 return
             logger.warning("%s: %d records are lost, no disk takes them: %s", self.path, records, error)

@@ -9,6 +9,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 
+from moe_audit import read_only
 from moe_audit.record import LayerInfo, LayerRecord, Record
 from moe_audit.run import open_run
 from moe_audit.spill import spill_paths
@@ -236,3 +237,15 @@ def test_phases_are_apart(tmp_path):
     with open_run(tmp_path) as run, open_run(tmp_path, "eval") as evaluation:
         assert run.counts(0).tolist() == [[[1, 2]]] and evaluation.counts(0).tolist() == [[[30, 40]]]
         assert sorted(run.phases) == ["eval", "train"]
+
+
+def test_a_locked_store_is_not_called_damaged(run_file, monkeypatch):
+    """Without write-ahead logging a writer shuts readers out while it commits."""
+    monkeypatch.setattr(read_only, "BUSY_TIMEOUT", 0.1)
+    with closing(sqlite3.connect(run_file, isolation_level=None)) as db:
+        db.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(StoreError, match="locked") as caught:
+            open_run(run_file)
+        db.execute("ROLLBACK")
+    assert "damaged" not in str(caught.value)
+    assert len(read_everything(run_file)[1]) == 30

@@ -450,3 +450,26 @@ def test_eight_writers_and_a_reader(tmp_path, soak, way):
     else:
         for rank in range(8):
             assert steps_of(f"{path}.rank{rank}.db") == list(range(1, steps + 1))
+
+
+def test_tensors_and_odd_details_are_stored_as_what_they_mean(tmp_path):
+    """Case C62 with torch; what an event carries survives the spill file as well."""
+    torch = pytest.importorskip("torch")
+    path = tmp_path / "routing.db"
+    w = Writer(path, LAYERS[:1], ["a"])
+    detail = {"share": np.float32(0.5), "counts": torch.tensor([1, 2]), "where": tmp_path}
+    counts = torch.tensor([[5, 7, 0, 2**32 - 1]])
+    record = Record("train", torch.tensor(3), np.int32(3), {0: LayerRecord(counts)}, loss=torch.tensor(0.5))
+    record.events = [(np.int64(3), "alert", detail)]
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        w.submit(record)
+        w.submit_event(np.int64(3), "alert", detail)
+        assert w.close(timeout=0.1).spilled == 1
+        other.execute("ROLLBACK")
+    Writer(path, LAYERS[:1], ["a"], resume=True).close()
+    with open_run(path) as run:
+        assert run.counts(0).tolist() == [[[5, 7, 0, 2**32 - 1]]] and run.records[0].loss == 0.5
+        wanted = {"share": 0.5, "counts": [1, 2], "where": str(tmp_path)}
+        assert [e.detail for e in run.events] == [wanted | {"record": 1}, wanted]
+        assert [e.step for e in run.events] == [3, 3]
