@@ -103,6 +103,7 @@ class _Judge:
         self.skipped: dict[str, str] = {}
         self.problems: list[Problem] = []
         self.mix: tuple[float, str] = (0.0, "")
+        self.source_mix: dict[str, float] = {}
         self.series = SeriesJudge(analysis, self.looks)
 
     def verdict(self, fail_on: str) -> Verdict:
@@ -144,6 +145,7 @@ class _Judge:
 
     def _layer(self, frame: LayerFrame) -> None:
         policy, windows = self.policy, self.analysis.windows
+        self.source_mix = self.source_mix or frame.source_mix
         uneven = False
         if not frame.m_W.any() and not frame.invalid_W.any():
             name = f"layer {frame.info.layer} ({frame.info.name})"
@@ -229,6 +231,8 @@ class _Judge:
             _common(i.num_experts for i in infos),
             _common(i.top_k for i in infos),
             _common(i.capacity_factor for i in infos),
+            source_mix=self.source_mix,
+            microbatch_tokens=analysis.microbatch_tokens,
         )
         self.problems += [problem("policy", message) for message in messages]
         self.problems += [
@@ -247,7 +251,8 @@ class _Judge:
         if Status.FAIL in tally.unwaived.values():
             return Status.FAIL, None
         count = int((windows.disjoint_W if policy.count_windows == "disjoint" else windows.judged_W).sum())
-        if not any(GATES[gate].family not in UNCOUNTED for gate in tally.decided):
+        on_counts = {gate for gate in policy.gates if GATES[gate].family not in UNCOUNTED}
+        if not tally.decided & (on_counts or set(policy.gates)):
             return Status.INSUFFICIENT, {
                 "message": "nothing was judged: " + _reasons(tally.totals, self.skipped),
                 "remedy": "record more tokens a window",

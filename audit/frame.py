@@ -93,6 +93,12 @@ class LayerFrame:
         """Assignments M_s of each source."""
         return np.asarray(self.counts_WSE.sum(-1))
 
+    @property
+    def source_mix(self) -> dict[str, float]:
+        """Share of each source in the assignments of all windows."""
+        m_S = self.m_WS.sum(0)
+        return dict(zip(self.sources, (m_S / max(int(m_S.sum()), 1)).tolist(), strict=True))
+
     @cached_property
     def p_WE(self) -> Floats:
         """Shares of the experts, all sources together."""
@@ -134,6 +140,13 @@ class Analysis:
     @property
     def sources(self) -> list[str]:
         return [self.run.sources[s] for s in self.source_ids]
+
+    @property
+    def microbatch_tokens(self) -> float | None:
+        """Mean tokens of a micro-batch; None where the store does not say."""
+        known = [r for r in self.records if r.tokens and r.microbatches]
+        batches = sum(r.microbatches or 0 for r in known)
+        return sum(r.tokens or 0 for r in known) / batches if batches else None
 
     @cached_property
     def loss_W(self) -> Floats:

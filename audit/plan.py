@@ -166,8 +166,9 @@ def _length(policy: Policy, cycle: int | None, steps: int | None, notes: list[st
 def _store_bytes(experts: int, layers: int, sources: int, records: int) -> int:
     from moe_audit.schema import best_page_size, store_bytes
 
-    pages = best_page_size([experts] * layers, sources)
-    return int(store_bytes([experts] * layers, sources, pages, records))
+    shape = [experts] * layers
+    page = best_page_size(shape, sources, counts_only=False)
+    return int(store_bytes(shape, sources, page, records, counts_only=False))
 
 
 def render(made: Plan, format: str) -> str:

@@ -29,13 +29,11 @@ from moe_audit.thresholds.calibrate import (
 from moe_audit.thresholds.errors import NoDataError, StoreError, UsageError
 from moe_audit.thresholds.gate_names import GATES
 from moe_audit.thresholds.policy import PRESETS, Policy, load_policy
-from moe_audit.thresholds.policy_file import Provenance
+from moe_audit.thresholds.policy_file import SAME_MIX, Provenance, mix_distance, same_batches
 from moe_audit.verdict import Status
 
 # Counts of faults and switches: a healthy run has none, so there is no distribution to take a limit from.
 NOT_CALIBRATED = {"invalid_ids", "uniform_counts", "dead_experts", *SERIES_GATES}
-SAME_MIX = 0.05  # total variation between source mixes up to which they count as the same
-SAME_BATCH = 1.25  # ratio of micro-batch tokens up to which they count as the same
 Floats = npt.NDArray[np.float64]
 
 
@@ -183,12 +181,8 @@ def _setting(analysis: Analysis) -> Setting:
             "calibrate one kind of layer at a time",
         )
     frame = next(iter(analysis.frames()))
-    share_S = frame.m_WS.sum(0) / max(int(frame.m_WS.sum()), 1)
-    records = [r for r in analysis.records if r.tokens and r.microbatches]
-    batches = sum(r.microbatches or 0 for r in records)
-    per_batch = sum(r.tokens or 0 for r in records) / batches if batches else None
     shape = next(iter(shapes))
-    return Setting(*shape, dict(zip(analysis.sources, map(float, share_S))), per_batch)
+    return Setting(*shape, frame.source_mix, analysis.microbatch_tokens)
 
 
 def _differences(runs: Sequence[Run], settings: Sequence[Setting], allowed: bool) -> list[str]:
@@ -203,12 +197,11 @@ def _differences(runs: Sequence[Run], settings: Sequence[Setting], allowed: bool
             a, b = getattr(first, field), getattr(each, field)
             if a != b:
                 found.append(f"{run.path} has {field} {b}, {runs[0].path} has {a}")
-        names = {*first.source_mix, *each.source_mix}
-        tv = 0.5 * sum(abs(first.source_mix.get(s, 0) - each.source_mix.get(s, 0)) for s in names)
+        tv = mix_distance(first.source_mix, each.source_mix)
         if tv > SAME_MIX:
             found.append(f"the source mix of {run.path} differs from {runs[0].path} by {tv:.2f} (tv)")
         a_tokens, b_tokens = first.microbatch_tokens, each.microbatch_tokens
-        if a_tokens and b_tokens and not 1 / SAME_BATCH <= a_tokens / b_tokens <= SAME_BATCH:
+        if not same_batches(a_tokens, b_tokens):
             found.append(
                 f"{run.path} has {b_tokens:.0f} tokens a micro-batch, {runs[0].path} has {a_tokens:.0f}"
             )

@@ -11,7 +11,7 @@ import datetime as dt
 import hashlib
 import json
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -20,12 +20,15 @@ from moe_audit.thresholds.errors import UsageError
 from moe_audit.thresholds.gate_names import GATES, Op, nearest
 from moe_audit.thresholds.policy_file import (
     NO_LIMIT,
+    SAME_MIX,
     GateRule,
     Override,
     PolicyFile,
     Provenance,
     Waiver,
+    mix_distance,
     ranges,
+    same_batches,
     stricter,
 )
 
@@ -150,21 +153,32 @@ class Policy:
         return messages
 
     def mismatches(
-        self, num_experts: int | None, top_k: int | None, capacity_factor: float | None = None
+        self,
+        num_experts: int | None,
+        top_k: int | None,
+        capacity_factor: float | None = None,
+        *,
+        source_mix: Mapping[str, float] | None = None,
+        microbatch_tokens: float | None = None,
     ) -> list[str]:
         """In what a run differs from the reference that the limits were calibrated on, one message each."""
-        if self.provenance is None:
+        reference = self.provenance
+        if reference is None:
             return []
         pairs = {
-            "num_experts": (self.provenance.num_experts, num_experts),
-            "top_k": (self.provenance.top_k, top_k),
-            "capacity_factor": (self.provenance.capacity_factor, capacity_factor),
+            "num_experts": (reference.num_experts, num_experts),
+            "top_k": (reference.top_k, top_k),
+            "capacity_factor": (reference.capacity_factor, capacity_factor),
         }
-        return [
-            f"policy {self.name!r} was calibrated at {key} = {expected}, the run has {actual}"
-            for key, (expected, actual) in pairs.items()
-            if expected != actual
-        ]
+        found = [f"{key} = {a}, the run has {b}" for key, (a, b) in pairs.items() if a != b]
+        if source_mix and reference.source_mix:
+            tv = mix_distance(reference.source_mix, source_mix)
+            if tv > SAME_MIX:
+                found.append(f"another source mix: it differs by {tv:.2f} (total variation)")
+        if not same_batches(reference.microbatch_tokens, microbatch_tokens):
+            a, b = reference.microbatch_tokens, microbatch_tokens
+            found.append(f"{a:,.0f} tokens a micro-batch, the run has {b:,.0f}")
+        return [f"policy {self.name!r} was calibrated at {difference}" for difference in found]
 
     def as_dict(self) -> dict[str, Any]:
         """The resolved policy as plain data, the shape of a policy file."""

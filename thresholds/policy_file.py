@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import datetime as dt
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -18,6 +18,8 @@ from moe_audit.thresholds.errors import UsageError
 from moe_audit.thresholds.gate_names import GATES, Op, nearest
 
 NO_LIMIT = "none"  # as a limit: drops the one of the policy that is extended
+SAME_MIX = 0.05  # total variation between source mixes up to which they count as the same
+SAME_BATCH = 1.25  # ratio of micro-batch tokens up to which they count as the same
 STRICT: dict[str, Any] = {"extra": "forbid", "use_attribute_docstrings": True}
 
 
@@ -219,3 +221,17 @@ def ranges(layers: str | int | Sequence[int | str] | None) -> list[tuple[int, in
             raise ValueError(f"the range of layers {item!r} runs backwards")
         out.append((low, high))
     return out
+
+
+def mix_distance(a: Mapping[str, float], b: Mapping[str, float]) -> float:
+    """Total variation between two source mixes.
+
+    >>> mix_distance({"code": 0.5, "prose": 0.5}, {"code": 1.0})
+    0.5
+    """
+    return 0.5 * sum(abs(a.get(name, 0) - b.get(name, 0)) for name in {*a, *b})
+
+
+def same_batches(a: float | None, b: float | None) -> bool:
+    """Whether two sizes of micro-batches count as the same; an unknown one does."""
+    return not a or not b or 1 / SAME_BATCH <= a / b <= SAME_BATCH

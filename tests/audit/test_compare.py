@@ -136,6 +136,8 @@ def test_limits_from_healthy_runs(make_run: Any, tmp_path: Path) -> None:
     assert policy.provenance.source_mix == pytest.approx({"code": 0.5, "prose": 0.5})  # type: ignore[union-attr]
     assert policy.mismatches(8, 2) == []
     assert len(policy.mismatches(16, 4)) == 2
+    told = policy.mismatches(8, 2, source_mix={"code": 0.9, "prose": 0.1}, microbatch_tokens=None)
+    assert "another source mix" in told[0]
     with noisy(make_run, 3) as other:
         verdict = moe_audit.check(other, policy, stride=10, all_cells=True)
     over = [c for c in verdict.cells if c.gate == "max_load" and c.status.name == "FAIL"]
@@ -171,3 +173,12 @@ def test_a_reference_that_fails_is_told(make_run: Any) -> None:
     with opened(make_run, hot, records=12) as run:
         notes = calibrate([run], length=10).provenance.notes
     assert any("is it healthy?" in note for note in notes)
+
+
+def test_a_calibrated_policy_tells_where_it_does_not_fit(make_run: Any, tmp_path: Path) -> None:
+    with noisy(make_run, 1) as run:
+        (tmp_path / "mine.toml").write_text(calibrate([run], length=10).toml)
+    with noisy(make_run, 2, top_k=4, sources=["code", "web"]) as other:
+        problems = [p["message"] for p in moe_audit.check(other, tmp_path / "mine.toml").problems]
+    assert any("top_k = 2, the run has 4" in p for p in problems)
+    assert any("another source mix" in p for p in problems)

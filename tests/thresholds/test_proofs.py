@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import doctest
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_audit import formulas
-from moe_audit.thresholds import extremes
+from moe_audit.thresholds import calibrate, extremes, gate_names, policy_file
 from moe_audit.thresholds.errors import UsageError
 from moe_audit.thresholds.policy import load_policy, policy_from_dict
 from moe_audit.thresholds.proofs import Finding, Setting, capacity_alarm, check_policy
@@ -31,6 +33,11 @@ def found(
     findings = check_policy(load_policy(policy), num_experts=num_experts, top_k=top_k)
     hits = [f for f in findings if (f.kind, f.gate) == (kind, gate) and by in (None, f.by)]
     return hits[0] if hits else None
+
+
+@pytest.mark.parametrize("module", [calibrate, extremes, gate_names, policy_file])
+def test_doctests(module: Any) -> None:
+    assert doctest.testmod(module).failed == 0
 
 
 # -- bounds
