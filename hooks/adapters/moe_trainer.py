@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_audit.hooks.adapters.base import Adapter, Observation, register
+from moe_audit.hooks.adapters.base import NO_PICK, Adapter, Observation, register
 from moe_audit.store import LayerInfo
 
 
@@ -27,6 +27,7 @@ class MoeTrainerDispatcher(Adapter):
 
     def observe(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Observation:
         routed = args[0]
-        return Observation(
-            routed.indices_TK, routed.weights_TK, routed.logits_TE, "logits", kept_TK=output.kept_TK
-        )
+        indices_TK = routed.indices_TK
+        if module.expert_choice:
+            indices_TK = indices_TK.masked_fill(indices_TK == -1, NO_PICK)
+        return Observation(indices_TK, routed.weights_TK, routed.logits_TE, "logits", kept_TK=output.kept_TK)
