@@ -252,7 +252,8 @@ def render(found: Explanation, format: str = "text") -> str:
     if not found.diagnoses:
         lines += ["", "no gate warns or fails, so there is nothing to explain"]
     for number, d in enumerate(found.diagnoses, 1):
-        also = f" (also layers {', '.join(map(str, d.also_layers[:12]))})" if d.also_layers else ""
+        others = ", ".join(map(str, d.also_layers[:12]))
+        also = f" (also layer{'s' * (len(d.also_layers) > 1)} {others})" if others else ""
         title = f"{number}. {d.title} [{d.status}]"
         lines += [
             "",

@@ -197,6 +197,9 @@ BAD = [
     ("import RUN -o TMP/x.db", "--format"),
     ("export RUN -o TMP/x.foo", "--format"),
     ("export RUN --format parqet -o TMP/x", "did you mean 'parquet'"),
+    ("watch", "RUN"),
+    ("watch RUN --interval nan", "'nan'"),
+    ("watch RUN --policy clasic", "did you mean 'classic'"),
     ("info", "RUN"),
     ("info RUN --format yaml", "yaml"),
 ]

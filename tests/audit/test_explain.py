@@ -190,6 +190,25 @@ def test_counts_that_measure_no_router(make_run: Any) -> None:
     assert [d.pattern for d in found.diagnoses][:2] == ["uniform_counts", "static_router"]
 
 
+def test_drift_names_the_step_of_change(make_run: Any) -> None:
+    loads = [1.1] * 60 + [1.1 + 0.004 * r for r in range(60)]
+    rng = np.random.default_rng(0)
+    matrices = [tilted(2, load) + rng.integers(-20, 20, (2, 8)) for load in loads]
+    d = the(diagnosed(make_run, matrices, length=50, record=lambda r: {"lr": 1e-3}), "drift")
+    assert "rose from step 6" in d.symptom
+    data = next(c for c in d.causes if "data changed" in c.cause)
+    assert data.supported is False  # it was the router
+
+
+def test_swings_with_the_shard_cycle(make_run: Any) -> None:
+    matrices = [tilted(2 if (r // 5) % 2 else 5, 1.35) for r in range(120)]
+    meta = {"shard_cycle_steps": 100}
+    d = the(diagnosed(make_run, matrices, length=200, meta=meta), "periodic")
+    assert "every 100 steps" in d.symptom
+    assert any("the shard cycle is 100 steps" in (c.evidence or "") for c in d.causes)
+    assert "shuffle finer" in d.remedies
+
+
 # -- why a limit is what it is
 
 
