@@ -125,15 +125,15 @@ def read_tables(files: Sequence[Path], format: str) -> Table:
 
 
 def _read_csv(file: Path) -> pd.DataFrame:
-    """Text cells, indexed by their line; lines that are empty altogether are passed over."""
+    """Cells by line; lines that are empty altogether are passed over. A column stays text if one cell is."""
     import pandas as pd
 
-    options: dict[str, Any] = {"dtype": str, "keep_default_na": False, "encoding": "utf-8-sig"}
-    options |= {"skipinitialspace": True, "skip_blank_lines": False, "index_col": False}
+    options: dict[str, Any] = {"dtype": {"source": str, "phase": str}, "encoding": "utf-8-sig"}
+    options |= {"na_filter": False, "skip_blank_lines": False, "index_col": False, "low_memory": False}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", pd.errors.ParserWarning)  # cells beyond the header's would be lost
-            frame: pd.DataFrame = pd.read_csv(file, **options)
+            frame: pd.DataFrame = pd.read_csv(file, skipinitialspace=True, **options)
     except pd.errors.ParserWarning:
         raise UsageError(
             f"{file} has lines with more cells than the header", "quote what holds commas"
@@ -146,8 +146,10 @@ def _read_csv(file: Path) -> pd.DataFrame:
         raise UsageError(f"{file} is no CSV: {str(error).strip()}", "see that line") from None
     frame.columns = [str(column).strip() for column in frame.columns]
     frame.index += 2  # the header is line 1
-    cells: pd.DataFrame = frame.fillna("")  # a line with too few cells
-    return cells.loc[(cells != "").any(axis=1)]
+    frame = frame.fillna("")  # a line with too few cells
+    if not any(kind.kind in "iuf" for kind in frame.dtypes):  # an empty line makes all columns text
+        frame = frame.loc[(frame != "").any(axis=1)]
+    return frame
 
 
 def _read_parquet(file: Path) -> pd.DataFrame:
