@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from moe_audit.gates import MAX_EXPERTS, Column
 from moe_audit.record import LayerInfo
-from moe_audit.thresholds.gate_names import breaches
+from moe_audit.thresholds.gate_names import GATES, breaches
 from moe_audit.thresholds.policy import Limit, Policy
 from moe_audit.verdict import Cell, GateResult, Status
 from moe_audit.windows import Windows
@@ -195,7 +195,10 @@ def limits(
     policy: Policy, gate: str, info: LayerInfo, sources: Iterable[str]
 ) -> Iterator[tuple[int | None, str, Limit]]:
     """(index of the source or None, its name, limit) of every place in which a layer is judged by a gate."""
-    for index, source in [(None, "all"), *enumerate(sources)]:
+    places: list[tuple[int | None, str]] = [(None, "all"), *enumerate(sources)]
+    if not policy.overrides:  # without them only one kind of place has limits
+        places = places[1:] if GATES[gate].per_source else places[:1]
+    for index, source in places:
         limit = policy.limit(
             gate,
             num_experts=info.num_experts,

@@ -90,7 +90,7 @@ def _rows(
 ) -> Iterator[tuple[Any, ...]]:
     """All rows in file order; by the index where only a small part of the run is wanted."""
     select = f"SELECT record, layer, {', '.join(columns)} FROM {table}"
-    if 4 * len(numbers) > len(run.records):
+    if 4 * len(numbers) * len(layers) > len(run.records) * len(run.layers):
         some = ""
         if len(layers) < len(run.layers):
             some = f" WHERE layer IN ({', '.join(str(info.layer) for info in layers)})"

@@ -117,6 +117,8 @@ def _frame_tables(frame: LayerFrame) -> Iterator[dict[str, Any]]:
         W = len(frame.windows)
         n_WE = frame.n_WE if source is None else frame.counts_WSE[:, source]
         tokens_W = frame.tokens_W() if source is None else frame.source_tokens_WS()[:, source]
+        if frame.tokens_WS is None and frame.info.top_k is None:
+            tokens_W = np.full(W, np.nan)  # picks do not tell tokens
         columns = {name: np.full(W, np.nan) for name in METRICS}
         columns |= _evenness(frame, n_WE, tokens_W) | _change(frame, n_WE, source)
         if source is None:

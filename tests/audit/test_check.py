@@ -462,6 +462,11 @@ def test_required_gates_must_decide(make_run) -> None:  # type: ignore[no-untype
     assert verdict.error is not None and "cramers_v" in verdict.error["message"]
 
 
+def test_a_policy_of_health_gates_only_can_pass(make_run) -> None:  # type: ignore[no-untyped-def]
+    policy = policy_from_dict({"gates": {"invalid_ids": {"fail": 0}}})
+    assert moe_audit.check(run_of(make_run, slice(0, 0)), policy).status == Status.PASS
+
+
 def test_waivers_are_listed_and_expire(make_run) -> None:  # type: ignore[no-untyped-def]
     path = run_of(make_run, slice(0, 40))
     gates = {c.gate for c in moe_audit.check(path).cells if c.status in (Status.FAIL, Status.WARN)}
