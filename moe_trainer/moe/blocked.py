@@ -30,7 +30,7 @@ from torch import Tensor
 from moe_trainer.moe.activations import block_backward, block_forward
 
 # Rows of a block: large enough for the matmul rate, small enough for the second-level cache.
-BLOCK_ROWS = 512
+BLOCK_ROWS = 1024
 # Below this many rows a thread's share is not worth handing over.
 MIN_ROWS_PER_THREAD = 256
 # Every thread accumulates an output of its own.

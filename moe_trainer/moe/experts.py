@@ -74,7 +74,7 @@ class Experts(nn.Module):
 
     def forward(self, x_ND: Tensor, offs_E: Tensor) -> Tensor:
         """Apply expert e to rows offs[e-1]:offs[e]; every row belongs to an expert."""
-        matmul = self.matmul or (grouped.BACKENDS[self._backend(x_ND)])
+        matmul = self.matmul or (grouped.BACKENDS[self._backend(x_ND, len(x_ND))])
         dtype = _compute_dtype(x_ND)
         w_up_gate, w_down = self.w_up_gate.to(dtype), self.w_down.to(dtype)
         up_NU = matmul(x_ND.to(dtype), w_up_gate.transpose(1, 2), offs_E)
@@ -95,7 +95,7 @@ class Experts(nn.Module):
             slots_N: Slots t*K + j in expert order; a slot that is left out contributes nothing.
             offs_E: int32 end of each expert's slots.
         """
-        if self.matmul is None and self._backend(x_TD) == "loop":
+        if self.matmul is None and self._backend(x_TD, len(slots_N)) == "loop":
             dtype = _compute_dtype(x_TD)
             params = (self.w_up_gate, self.w_down, self.b_up_gate, self.b_down)
             cast = [None if p is None else p.to(dtype) for p in params]
@@ -108,8 +108,11 @@ class Experts(nn.Module):
         y_ND = y_ND * weights_TK.reshape(-1, 1).index_select(0, slots_N).to(y_ND.dtype)
         return torch.zeros_like(x_TD).index_add(0, rows_N, y_ND.to(x_TD.dtype))
 
-    def _backend(self, x: Tensor) -> str:
-        return grouped.choose(x.device.type) if self.backend == "auto" else self.backend
+    def _backend(self, x: Tensor, rows: int) -> str:
+        if self.backend != "auto":
+            return self.backend
+        hidden, width = self.w_down.shape[1:]
+        return grouped.choose(x.device.type, _compute_dtype(x), rows, width, hidden)
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:

@@ -3,11 +3,11 @@
 Shape suffixes: E experts, N rows in expert order, D inner width, H outer width. `offs_E` holds the int32 end
 of each expert's rows and ends at N: `F.grouped_mm` leaves rows beyond the last offset uninitialised.
 
-- ``torch``: `torch.nn.functional.grouped_mm`; the choice on CUDA. Rows must be multiples of 16 bytes.
+- ``torch``: `torch.nn.functional.grouped_mm`. Rows must be multiples of 16 bytes.
 - ``grouped_gemm``: the CUDA package of that name (extra `grouped-gemm`), for devices that torch's kernel
   does not cover.
-- ``loop``: one matmul per expert, for every dtype and width. The choice on CPU, where the layer fuses it with
-  gather and scatter (see `moe_trainer.moe.blocked`).
+- ``loop``: one matmul per expert, for every dtype and width; on a CPU the layer fuses it with gather and
+  scatter (see `moe_trainer.moe.blocked`).
 """
 
 from __future__ import annotations
@@ -56,9 +56,23 @@ BACKENDS: dict[str, GroupedMatmul] = {
 }
 
 
-def choose(device_type: str) -> str:
-    """The backend for ``auto``: measured on CPU; on CUDA the one with a kernel for every group size."""
-    return "loop" if device_type == "cpu" else "torch"
+# Below this product of rows, width and hidden units the CPU loop's calls cost more than they save (measured).
+SMALL = 2**27
+
+
+def choose(device_type: str, dtype: torch.dtype, rows: int, width: int, hidden: int) -> str:
+    """The backend for ``auto``, as measured: ``torch`` on CUDA and for little work on a CPU, else ``loop``.
+
+    ``loop`` also where torch's grouped matmul has no kernel: widths that are no multiples of 16 bytes,
+    float64, and fp32 under `torch.compile`.
+    """
+    if device_type != "cpu":
+        return "torch"
+    aligned = width * dtype.itemsize % 16 == 0 and hidden * dtype.itemsize % 16 == 0
+    covered = dtype in (torch.float32, torch.bfloat16, torch.float16) and aligned
+    if not covered or torch.compiler.is_compiling():
+        return "loop"
+    return "torch" if rows * width * hidden < SMALL else "loop"
 
 
 def expand_rows(bias_EH: Tensor, offs_E: Tensor, rows: int) -> Tensor:

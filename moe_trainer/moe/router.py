@@ -97,7 +97,8 @@ class ScoringRouter(nn.Module):
             return weights
         # A token that no expert chose (expert_choice) has no weights to normalise.
         tiny = torch.finfo(weights.dtype).tiny
-        return weights / torch.linalg.vector_norm(weights, p, dim=-1, keepdim=True).clamp_min(tiny)
+        norm: Tensor = torch.linalg.vector_norm(weights, p, dim=-1, keepdim=True)
+        return weights / norm.clamp_min(tiny)
 
 
 class DenseRouter(ScoringRouter):

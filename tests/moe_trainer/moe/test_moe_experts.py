@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from moe_audit.thresholds.errors import UsageError
 from moe_trainer.moe.activations import activate
 from moe_trainer.moe.blocked import MIN_ROWS_PER_THREAD
 from moe_trainer.moe.experts import Experts
-from moe_trainer.moe.grouped import BACKENDS
+from moe_trainer.moe.grouped import BACKENDS, choose
 from moe_trainer.moe.router import expert_counts
 
 ACTIVATIONS = [("swiglu", None), ("relu2", None), ("gpt_oss_swiglu", None), ("gpt_oss_swiglu", 0.3)]
@@ -49,12 +50,30 @@ def plan(indices_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     return indices_TK.flatten().argsort(stable=True), offs
 
 
-def build(num_experts: int, dtype: torch.dtype = torch.float64, **settings_: object) -> Experts:
+def build(
+    num_experts: int, dtype: torch.dtype = torch.float64, hidden: int = 12, **settings_: object
+) -> Experts:
     torch.manual_seed(0)
-    experts = Experts(num_experts, 8, 12, **settings_).to(dtype)  # type: ignore[arg-type]
+    experts = Experts(num_experts, 8, hidden, **settings_).to(dtype)  # type: ignore[arg-type]
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return experts
+
+
+def test_backend_is_chosen_by_device_size_and_coverage() -> None:
+    large = (8192, 128, 256)
+    assert choose("cuda", torch.bfloat16, *large) == "torch"
+    assert choose("cpu", torch.float32, *large) == "loop"
+    assert choose("cpu", torch.float32, 64, 128, 256) == "torch"
+    assert choose("cpu", torch.float64, 64, 128, 256) == "loop"
+    assert choose("cpu", torch.float32, 64, 127, 256) == "loop"
+    assert choose("cpu", torch.bfloat16, 64, 128, 252) == "loop"
+
+
+def test_absent_grouped_gemm_is_named() -> None:
+    experts = build(3, torch.float32, backend="grouped_gemm")
+    with pytest.raises(UsageError, match="grouped_gemm"):
+        experts(torch.randn(4, 8), torch.tensor([1, 2, 4], dtype=torch.int32))
 
 
 def gradients(y: Tensor, experts: Experts, *inputs: Tensor) -> list[Tensor]:
@@ -120,7 +139,6 @@ def test_backends_agree_in_fp32(backend: str) -> None:
     expected = reference(experts, x, weights, indices)
     want = gradients(expected, experts, x, weights)
     experts.backend = backend
-    experts.matmul = BACKENDS[backend]
     for matmul in (None, BACKENDS[backend]):
         experts.matmul = matmul
         y = experts.combine(x, weights, slots, offs)
@@ -132,7 +150,7 @@ def test_backends_agree_in_fp32(backend: str) -> None:
 @pytest.mark.parametrize("num_experts", [1, 3, 40])
 @pytest.mark.parametrize("count", [2, 3])
 def test_threads_share_an_expert_and_repeat_bit_for_bit(num_experts: int, count: int) -> None:
-    experts = build(num_experts, bias=True)
+    experts = build(num_experts, bias=True, backend="loop")
     x, weights, indices = route(MIN_ROWS_PER_THREAD * 4, num_experts, 1, 2)
     slots, offs = plan(indices, num_experts)
     runs = []
@@ -170,8 +188,9 @@ def test_frozen_experts_and_inputs_without_gradient() -> None:
     torch.testing.assert_close(experts.w_up_gate.grad, want[2])
 
 
-def test_low_precision_keeps_its_dtype_and_accumulates_in_fp32() -> None:
-    experts = build(4, torch.float32)
+@pytest.mark.parametrize("backend", ["torch", "loop"])
+def test_low_precision_keeps_its_dtype(backend: str) -> None:
+    experts = build(4, torch.float32, hidden=16, backend=backend)
     x, weights, indices = route(64, 4, 2, 5)
     x, weights = x.detach().float(), weights.detach().float()
     slots, offs = plan(indices, 4)

@@ -21,7 +21,7 @@ FULL: dict[str, Any] = {
     "hidden_size": 12,
     "bias": True,
     "router": {"top_k": 2, "bias_gamma": 1e-3, "gating_function": "sigmoid", "normalize_expert_weights": 1.0},
-    "shared_mlp": {"num_experts": 2, "hidden_size": 6},
+    "shared_mlp": {"num_experts": 2, "hidden_size": 8},
     "latent": {"latent_dim": 8, "norm": True},
     "z_loss_weight": 1e-3,
 }
@@ -44,10 +44,13 @@ def run(layer: Any, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("latent", [None, FULL["latent"]])
-@pytest.mark.parametrize("shared", [None, {"hidden_size": 6}, FULL["shared_mlp"]])
+@pytest.mark.parametrize("shared", [None, {"hidden_size": 8}, FULL["shared_mlp"]])
 @pytest.mark.parametrize("capacity", [None, 0.5])
-def test_every_combination_trains_every_parameter(latent: Any, shared: Any, capacity: float | None) -> None:
-    layer = make(latent=latent, shared_mlp=shared, capacity_factor=capacity)
+@pytest.mark.parametrize("backend", ["torch", "loop"])
+def test_every_combination_trains_every_parameter(
+    latent: Any, shared: Any, capacity: float | None, backend: str
+) -> None:
+    layer = make(latent=latent, shared_mlp=shared, capacity_factor=capacity, backend=backend)
     y, _, *gradients = run(layer, torch.randn(2, 40, 16))
     assert y.shape == (2, 40, 16)
     assert all(g is not None and g.isfinite().all() and g.abs().sum() > 0 for g in gradients)
@@ -184,9 +187,10 @@ def test_dispatch_loss_pushes_only_over_and_underloaded_experts() -> None:
     assert near[0] > far[0] > 0 and near[1] < 0
 
 
-def test_layer_is_deterministic() -> None:
+@pytest.mark.parametrize("backend", ["torch", "loop"])
+def test_layer_is_deterministic(backend: str) -> None:
     x = torch.randn(4, 300, 16)
-    first, second = (run(make(capacity_factor=0.9), x) for _ in range(2))
+    first, second = (run(make(capacity_factor=0.9, backend=backend), x) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
