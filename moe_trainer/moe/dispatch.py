@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -125,3 +126,27 @@ def keep_within_capacity(
     kept_S = torch.empty_like(order_S, dtype=torch.bool)
     kept_S[order_S] = rank_S < capacity
     return kept_S
+
+
+@lru_cache(maxsize=32)
+def parallel_bins(
+    num_experts: int, num_local_experts: int, local_capacity: int, device: torch.device | str
+) -> tuple[Tensor, Tensor]:
+    """How a rank reorders the fixed-size bins it receives from all ranks; built once per shape and device.
+
+    The bins arrive by sending rank, and by local expert within it: bin i holds `local_capacity` rows of the
+    local expert i mod `num_local_experts`.
+
+    Args:
+        num_experts: All experts, i.e. the number of bins.
+        num_local_experts: Experts of this rank.
+        local_capacity: Rows per bin.
+
+    Returns:
+        int32 row order that sorts the bins by local expert, and the int32 ends of the local experts' rows.
+    """
+    expert_of_row = torch.arange(num_experts) % num_local_experts
+    order = expert_of_row.repeat_interleave(local_capacity).argsort(stable=True)
+    rows = num_experts // num_local_experts * local_capacity
+    ends = torch.arange(1, num_local_experts + 1) * rows
+    return order.to(device, torch.int32), ends.to(device, torch.int32)

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from moe_trainer.moe import MoEConfig, RouterConfig, SharedExpertsConfig
-from moe_trainer.moe.dispatch import expert_capacity
+from moe_trainer.moe.dispatch import expert_capacity, parallel_bins
 from moe_trainer.moe.experts import Experts
 from moe_trainer.moe.layer import MoE
 from moe_trainer.moe.shared import SharedExperts
 
 pytest.importorskip("olmo_core")
 from olmo_core.config import DType
+from olmo_core.nn.buffer_cache import BufferCache
 from olmo_core.nn.moe.mlp import DroplessMoEMLP
 from olmo_core.nn.moe.parallel_mlp import ParallelMLP
 from olmo_core.nn.moe.v2 import nemotron, routed_experts
@@ -200,3 +201,22 @@ def test_capacity_is_theirs_but_for_its_float_noise(tokens: int, factor: float) 
     assert ours - ParallelMLP.expert_capacity(theirs, tokens) in (0, 8)
     assert 0 <= ours - factor * 3 * tokens / 10 < 8 + 1e-9
     assert expert_capacity(400, 10, 10, 1.1) == 440
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_bins_of_the_parallel_permutation_are_built_once(ranks: int) -> None:
+    theirs = SimpleNamespace(
+        _cache=BufferCache(),
+        num_experts=8,
+        num_local_experts=8 // ranks,
+        hidden_sharding_degree=1,
+    )
+    order, ends = ParallelMLP._get_parallel_indices_and_bins(
+        theirs, expert_capacity=16 * ranks, local_expert_capacity=16, device=torch.device("cpu")
+    )
+    mine = parallel_bins(8, 8 // ranks, 16, "cpu")
+    # Their sort is not stable: the same rows for each expert, in any order.
+    for a, b in zip(mine[0].split(16 * ranks), order.split(16 * ranks), strict=True):
+        assert a.sort().values.tolist() == b.sort().values.tolist()
+    assert torch.equal(mine[1], ends)
+    assert parallel_bins(8, 8 // ranks, 16, "cpu") is mine
