@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moe_audit.checksums import all_match
 from moe_audit.read_only import damaged
 from moe_audit.record import LOAD_DTYPES, STAT_DTYPES, LayerInfo, crc_seed
 from moe_audit.run import Run
@@ -62,9 +61,13 @@ def scan(run: Run, table: str, layers: Sequence[LayerInfo], rows: Ints) -> Itera
     row_of_record[numbers] = rows
     order = np.array([info.layer for info in layers])
     L = len(layers)
-    cursor = _rows(run, table, [*dtypes, scalar, "crc"], layers, numbers)
+    # By the index where only a small part of the run is wanted.
+    whole = 4 * len(numbers) * len(layers) > len(run.records) * len(run.layers)
+    cursor = _rows(run, table, [*dtypes, scalar, "crc"], layers, None if whole else numbers)
+    met = 0
     decoder = _Decoder(run, layers[0].num_experts, dtypes, scalar)
     while chunk := list(islice(cursor, max(1, CHUNK_ROWS // L) * L)):
+        met += len(chunk)
         record_n, layer_n, *columns = zip(*chunk, strict=True)
         record_c, layer_c = np.array(record_n), np.array(layer_n)
         if record_c.dtype.kind != "i" or layer_c.dtype.kind != "i":
@@ -83,14 +86,16 @@ def scan(run: Run, table: str, layers: Sequence[LayerInfo], rows: Ints) -> Itera
                 arrays = decoder(record_c[place], layer_c[place], picked)
                 one = {k: None if a is None else a[:, None] for k, a in arrays.items()}
                 yield Slab(slice(i, i + 1), row_c[place], one)
+    if whole and met != run.num_rows(table, order.tolist()):
+        raise damaged(run.path, f"{table} gives {met} rows of {run.num_rows(table, order.tolist())}")
 
 
 def _rows(
-    run: Run, table: str, columns: list[str], layers: Sequence[LayerInfo], numbers: Ints
+    run: Run, table: str, columns: list[str], layers: Sequence[LayerInfo], numbers: Ints | None
 ) -> Iterator[tuple[Any, ...]]:
-    """All rows in file order; by the index where only a small part of the run is wanted."""
+    """All rows in file order, or by the index those of the records from the first to the last of `numbers`."""
     select = f"SELECT record, layer, {', '.join(columns)} FROM {table}"
-    if 4 * len(numbers) * len(layers) > len(run.records) * len(run.layers):
+    if numbers is None:
         some = ""
         if len(layers) < len(run.layers):
             some = f" WHERE layer IN ({', '.join(str(info.layer) for info in layers)})"
@@ -174,8 +179,8 @@ class _Decoder:
         if expected is None:
             right = all(len(v) == S * row for v in values)
         else:  # no need to look at each length: the checksums would not match
-            right = len(joined) == S * row * len(values) and all_match(
-                joined, len(values), expected, key_n.seed_n
+            right = len(joined) == S * row * len(values) and (
+                list(map(zlib.crc32, values, key_n.seeds)) == expected.tolist()
             )
         if not right:
             joined = b"".join(_mended(key_n, name, values, expected, row, S))
@@ -187,7 +192,7 @@ class _Keys:
 
     def __init__(self, run: Run, record_n: Array, layer_n: Array) -> None:
         self.run, self.record_n, self.layer_n = run, record_n, layer_n
-        self.seed_n: Array = crc_seed(record_n, layer_n)  # type: ignore[arg-type, assignment]  # works on arrays too
+        self.seeds: list[int] = list(map(crc_seed, record_n.tolist(), layer_n.tolist()))
 
     def damaged(self, n: int, name: str) -> Exception:
         place = f"record {self.record_n[n]}, layer {self.layer_n[n]}"
@@ -209,6 +214,6 @@ def _mended(
         rows, rest = divmod(len(blob), row)
         if rest or not 0 < rows <= S or (rows < S and expected is None):
             raise key_n.damaged(n, name)
-        if expected is not None and zlib.crc32(blob, int(key_n.seed_n[n])) != int(expected[n]):
+        if expected is not None and zlib.crc32(blob, key_n.seeds[n]) != int(expected[n]):
             raise key_n.damaged(n, name)
         yield blob + bytes(row * (S - rows))

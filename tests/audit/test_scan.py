@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import sqlite3
-import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from moe_audit import open_run
 from moe_audit.blocks import read_blocks
-from moe_audit.checksums import all_match
 from moe_audit.record import LayerInfo, LayerRecord, Record
 from moe_audit.run import Run
 from moe_audit.store import Store
@@ -129,14 +125,3 @@ def test_an_array_of_a_wrong_size_is_damage(tmp_path: Path, value: bytes) -> Non
     connection.close()
     with open_run(path) as run, pytest.raises(StoreError):
         list(read_blocks(run, run.layers, np.zeros(len(run.records), np.int64), 1))
-
-
-@given(st.data())
-def test_checksums_of_many_blobs(data: st.DataObject) -> None:
-    length = data.draw(st.integers(1, 40))
-    blobs = data.draw(st.lists(st.binary(min_size=length, max_size=length), min_size=1, max_size=40))
-    seeds = data.draw(st.lists(st.integers(0, 2**32 - 1), min_size=len(blobs), max_size=len(blobs)))
-    crcs = np.array([zlib.crc32(b, s) for b, s in zip(blobs, seeds, strict=True)])
-    assert all_match(b"".join(blobs), len(blobs), crcs, seeds)
-    crcs[data.draw(st.integers(0, len(blobs) - 1))] ^= 1 << data.draw(st.integers(0, 31))
-    assert not all_match(b"".join(blobs), len(blobs), crcs, seeds)
