@@ -84,7 +84,7 @@ def check_indices(indices: Tensor, num_experts: int, top_k: int | None, label: s
             f"{label}: expert ids must be integers (..., top_k), got {tuple(indices.shape)} {indices.dtype}"
         )
     if top_k is not None and indices.shape[-1] != top_k:
-        raise UsageError(f"{label}: expert ids have last dimension {indices.shape[-1]}, not top_k = {top_k}")
+        raise UsageError(f"{label}: expert ids have last dimension {indices.shape[-1]}, not {top_k} picks")
     if num_experts - 1 > torch.iinfo(indices.dtype).max:
         raise UsageError(
             f"{label}: {indices.dtype} ids cannot name {num_experts} experts", "return int16 or wider"

@@ -49,6 +49,7 @@ class FunctionAdapter(Adapter):
         routing: From the module's output to a `Routing`, or to the indices alone.
         num_experts: E; None: read from the module or its configuration.
         top_k: K; None: read from the module or its configuration; "varies" for routers with `chosen`.
+        fused_shared: Shared experts whose ids, from E on, stand among every token's picks: not counted.
         gating: "softmax" or "sigmoid": makes probabilities of logits.
         layout: Order of the tokens: "batch" (B, S) or "sequence" (S, B).
     """
@@ -60,6 +61,7 @@ class FunctionAdapter(Adapter):
         *,
         num_experts: int | None = None,
         top_k: int | Literal["varies"] | None = None,
+        fused_shared: int = 0,
         gating: Literal["softmax", "sigmoid"] = "softmax",
         layout: Literal["batch", "sequence"] = "batch",
     ) -> None:
@@ -67,6 +69,7 @@ class FunctionAdapter(Adapter):
         self.routing = routing
         self.num_experts = num_experts
         self.top_k = top_k
+        self.fused_shared = fused_shared
         self.gating = gating
         self.layout: Literal["batch", "sequence"] = layout
 
@@ -110,7 +113,12 @@ class FunctionAdapter(Adapter):
             indices_TK = torch.where(chosen_TE, ids_E, NO_PICK)
         else:
             top_k = None if self.top_k == "varies" else self.top_k or pick_count(module)
-            indices_TK = check_indices(cast("Tensor", routing.indices), experts, top_k, label)
+            columns = None if top_k is None else top_k + self.fused_shared
+            total = experts + self.fused_shared
+            indices_TK = check_indices(cast("Tensor", routing.indices), total, columns, label)
+            if self.fused_shared:
+                shared_TK = (indices_TK >= experts) & (indices_TK < total)
+                indices_TK = torch.where(shared_TK, NO_PICK, indices_TK)
         full = routing.probs if routing.logits is None else routing.logits
         return Observation(
             indices_TK,

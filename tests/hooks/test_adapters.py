@@ -102,7 +102,7 @@ def test_indices_and_maps_are_checked() -> None:
     with pytest.raises(UsageError, match="cannot name 257 experts"):
         check_indices(torch.zeros(3, 2, dtype=torch.uint8), 257, 2, "r")
     assert check_indices(torch.zeros(3, 2, dtype=torch.uint8), 256, 2, "r").shape == (3, 2)
-    with pytest.raises(UsageError, match="last dimension 2, not top_k = 3"):
+    with pytest.raises(UsageError, match="last dimension 2, not 3 picks"):
         check_indices(torch.zeros(3, 2, dtype=torch.int64), 8, 3, "r")
     with pytest.raises(UsageError, match="must be integers"):
         check_indices(torch.zeros(3, 2), 8, 2, "r")
@@ -252,6 +252,19 @@ def test_expert_choice_gives_a_map_and_picks_vary() -> None:
     seen = observe(nn.Identity(), chosen, adapter)
     picks = seen.indices_TK[seen.indices_TK != NO_PICK]
     assert sorted(picks.tolist()) == [1, 2, 4] and (seen.indices_TK[1] == NO_PICK).all()
+
+
+def test_fused_shared_experts_are_no_picks_and_sentinels_stay_invalid() -> None:
+    ids = torch.tensor([[0, 3, 4, 5], [2, 6, 4, 5], [1, -1, 4, 5]])  # 4 experts, 2 shared ones behind them
+    adapter = FunctionAdapter("my.Router", lambda output: output, num_experts=4, top_k=2, fused_shared=2)
+    seen = observe(nn.Identity(), ids, adapter)
+    assert seen.indices_TK.masked_fill(seen.indices_TK == NO_PICK, 99).tolist() == [
+        [0, 3, 99, 99],
+        [2, 6, 99, 99],
+        [1, -1, 99, 99],
+    ]
+    with pytest.raises(UsageError, match="last dimension 3, not 4 picks"):
+        observe(nn.Identity(), ids[:, :3], adapter)
 
 
 @pytest.mark.parametrize(

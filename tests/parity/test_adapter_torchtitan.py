@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_audit.hooks import Recorder
@@ -16,48 +16,14 @@ from moe_audit.run import open_run
 
 pytest.importorskip("torchtitan")
 pytestmark = pytest.mark.parity
-
-
-class Attention(nn.Module):
-    """torchtitan's own attention kernels need a GPU."""
-
-    def forward(self, q_BLND: Tensor, k_BLND: Tensor, v_BLND: Tensor, **_: Any) -> Tensor:
-        heads = (x.transpose(1, 2) for x in (q_BLND, k_BLND, v_BLND))
-        return F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True).transpose(1, 2)
+EXAMPLE = Path(__file__).parents[2] / "examples" / "torchtitan_recipe.py"
 
 
 @pytest.fixture
 def model() -> nn.Module:
-    from torchtitan.models import qwen3
-    from torchtitan.models.common import CosSinRoPE, Embedding, Linear
-
+    """That of the example: Qwen3-MoE, two layers, 8 experts, top-2."""
     torch.manual_seed(0)
-    config = qwen3.Qwen3Model.Config(
-        vocab_size=64,
-        dim=32,
-        norm=qwen3._qwen3_norm(32),
-        tok_embeddings=Embedding.Config(
-            num_embeddings=64, embedding_dim=32, param_init=qwen3._EMBEDDING_INIT
-        ),
-        lm_head=Linear.Config(in_features=32, out_features=64, param_init=qwen3._LINEAR_INIT),
-        layers=qwen3._build_qwen3_moe_layers(
-            n_layers=2,
-            dim=32,
-            n_heads=4,
-            n_kv_heads=2,
-            head_dim=8,
-            moe_hidden_dim=16,
-            num_experts=8,
-            top_k=2,
-            attn_backend="flex",
-            rope=CosSinRoPE.Config(dim=8, max_seq_len=64, theta=1e4),
-            moe_comm_backend="standard",
-        ),
-    )
-    model = config.build()
-    model.init_states()
-    for block in model.layers.values():
-        block.attention.inner_attention = Attention()
+    model: nn.Module = runpy.run_path(str(EXAMPLE))["tiny_model"]()
     return model
 
 
