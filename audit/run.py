@@ -270,6 +270,10 @@ class Run:
                     values[_FIELDS[name]] = array
         return LayerRecord(**values) if "counts_SE" in values else None
 
+    def num_rows(self, table: str, layers: Sequence[int]) -> int:
+        """How many rows `load` or `layer_stat` has of these layers, by its index; a scan meets as many."""
+        return sum(self._rows_of_layer[table].get(layer, 0) for layer in layers)
+
     def query(self, sql: str, *values: Any) -> Iterator[Any]:
         """Rows of a query on the tables of schema.sql, within the snapshot."""
         return self._db.rows(sql, *values)

@@ -93,7 +93,7 @@ def scan(run: Run, table: str, layers: Sequence[LayerInfo], rows: Ints) -> Itera
 def _rows(
     run: Run, table: str, columns: list[str], layers: Sequence[LayerInfo], numbers: Ints | None
 ) -> Iterator[tuple[Any, ...]]:
-    """All rows in file order, or by the index those of the records from the first to the last of `numbers`."""
+    """All rows in file order, or by the index those of records from the first to the last of `numbers`."""
     select = f"SELECT record, layer, {', '.join(columns)} FROM {table}"
     if numbers is None:
         some = ""

@@ -12,6 +12,7 @@ import pytest
 from moe_audit import read_only
 from moe_audit.record import LayerInfo, LayerRecord, Record
 from moe_audit.run import open_run
+from moe_audit.scan import scan
 from moe_audit.spill import spill_paths
 from moe_audit.store import Store
 from moe_audit.thresholds.errors import AuditError, StoreError, UsageError
@@ -153,6 +154,45 @@ def test_no_damage_passes_for_other_numbers(run_file, tmp_path, soak):
         for got, wanted in zip(got_arrays, arrays, strict=True):
             np.testing.assert_array_equal(got, wanted, err_msg=f"trial {trial}, byte {at}")
     assert found > 50
+
+
+def scanned(path):
+    """Sums of all that one sweep over the file finds."""
+    with open_run(path) as run:
+        rows = np.arange(len(run.records))
+        return [
+            (table, name, None if array is None else float(array.sum()))
+            for table in ("load", "layer_stat")
+            for slab in scan(run, table, run.layers, rows)
+            for name, array in slab.arrays.items()
+        ]
+
+
+def test_a_page_that_lost_rows_is_not_a_shorter_run(tmp_path, make_record):
+    """The number of cells in a page's header, lowered: SQLite itself sees nothing."""
+    path, damaged = tmp_path / "routing.db", tmp_path / "damaged.db"
+    store = Store.create(path, [LayerInfo(i, f"l{i}", 64, 2) for i in range(4)], ["a", "b"])
+    store.begin_attempt(1)
+    store.extend([make_record(step, layers=4, experts=64) for step in range(1, 61)])
+    store.close()
+    good = path.read_bytes()
+    page_size = int.from_bytes(good[16:18], "big") or 65536
+    wanted, seen = scanned(path), 0
+    for page in range(0, len(good), page_size):
+        header = page or 100  # the first page begins with the file's own header
+        if good[header] not in (2, 5, 10, 13):  # no b-tree page
+            continue
+        cells = int.from_bytes(good[header + 3 : header + 5], "big")
+        for fewer in {0, cells // 2, max(cells - 1, 0)} - {cells}:
+            data = bytearray(good)
+            data[header + 3 : header + 5] = fewer.to_bytes(2, "big")
+            damaged.write_bytes(data)
+            try:
+                assert scanned(damaged) == wanted
+                read_everything(damaged)
+            except StoreError:
+                seen += 1
+    assert seen > 20
 
 
 def test_a_live_run_is_read_as_one_snapshot(run_file, make_record):
