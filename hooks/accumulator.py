@@ -77,7 +77,10 @@ class LabelCache:
         return entry.labels
 
     def _renew(self, key: tuple[torch.device, int, Literal["batch", "sequence"], int], entry: _Entry) -> None:
-        entry.labels.copy_(self._make(key))
+        if entry.captured:
+            entry.labels.copy_(self._make(key))
+        else:
+            entry.labels = self._make(key)
         entry.stale = False
 
     def _make(self, key: tuple[torch.device, int, Literal["batch", "sequence"], int]) -> Labels:
@@ -116,51 +119,44 @@ class Accumulator:
             bank = Bank([layers[i].top_k for i in indices], num_experts, num_rows, device)
             self.banks.append(bank)
             self.place.update({i: (bank, j) for j, i in enumerate(indices)})
-        # Of the record: micro-batches and those with a mask (known to the host), tokens and excluded tokens
-        # once per micro-batch, source ids out of range.
+        # Of the record: micro-batches, those with a mask, picks of the busiest layer (known to the host), and
+        # tokens per row, each once per micro-batch.
         self.microbatches = self.masked = self.most_picks = 0
-        home = self.place[0][0].device
-        self.seen = torch.zeros(3, dtype=torch.int64, device=home)
-        self._pending_bad = torch.zeros((), dtype=torch.int64, device=home)
+        self.seen_R = torch.zeros(num_rows, dtype=torch.int64, device=self.place[0][0].device)
         self._calls = [0] * len(layers)
         self._picks = [0] * len(layers)
         self._usual_picks = 0
         self.dirty = False
 
-    @torch.no_grad()
     def observe(self, i: int, seen: Observation, labels: Labels) -> None:
         """Counts one forward of layer i into the open micro-batch."""
         info = self.layers[i]
         bank, j = self.place[i]
-        T, K = seen.indices_TK.shape
+        layer = bank.pending[j]
         self.dirty = True
         self._calls[i] += 1
-        self._picks[i] += T * K
-        count_picks(bank.counts_LRC[j], seen.indices_TK, labels.row_T, bank.one)
-        tokens_R = bank.tokens_LR[j]
-        tokens_R[: self.num_rows] += labels.tokens_R
-        tokens_R[self.num_rows] += 1
+        self._picks[i] += seen.indices_TK.numel()
+        count_picks(layer.counts_RC, seen.indices_TK, labels.row_T, bank.one)
+        layer.tally.add_(labels.tally)
         if seen.kept_TK is not None:
-            count_dropped(bank.dropped_LC[j], seen.indices_TK, seen.kept_TK, labels)
-            tokens_R[self.num_rows + 3] += 1
-        if seen.full_TE is not None and seen.full_kind is not None:
-            out = bank.workspace(T)
-            if seen.full_kind == "logits":
-                sum_logits(bank.logits_L2E[j], seen.full_TE, labels, out)
-                tokens_R[self.num_rows + 2] += 1
-            p_TE = probabilities(seen.full_TE, seen.full_kind, info.gating, out)
-            sum_probabilities(bank.prob_LRE[j], bank.top1_LR2[j], p_TE, labels)
-            tokens_R[self.num_rows + 1] += 1
-        if i == 0:
-            self._pending_bad += labels.bad
+            count_dropped(layer.dropped_C, seen.indices_TK, seen.kept_TK, labels)
+        full_TE, kind = seen.full_TE, seen.full_kind
+        if full_TE is not None and kind is not None:
+            out = bank.workspace(len(full_TE))
+            if kind == "logits":
+                sum_logits(layer.logits_2E, full_TE, labels, out)
+            p_TE = probabilities(full_TE, kind, info.gating, out)
+            sum_probabilities(layer.prob_RE, layer.top1_R2, p_TE, labels)
+        brought = (full_TE is not None, kind == "logits", seen.kept_TK is not None)
+        if any(brought):
+            layer.brought_3.add_(bank.brings(*brought))
 
     def follow(self, i: int, device: torch.device) -> None:
         """Moves the accumulators of layer i to where its router runs now."""
         bank, _ = self.place[i]
         if bank.device != device:
             bank.move(device)
-            if bank is self.place[0][0]:
-                self.seen, self._pending_bad = self.seen.to(device), self._pending_bad.to(device)
+            self.seen_R = self.seen_R.to(self.place[0][0].device)
 
     def fired(self, i: int) -> bool:
         """Whether layer i has counts. Waits for the device."""
@@ -172,18 +168,14 @@ class Accumulator:
         bank, j = self.place[i]
         bank.fold(j)
 
-    @torch.no_grad()
     def commit(self, microbatches: int, masked: bool, only: int | None = None) -> None:
         """The open micro-batch (or what layer `only` has of it) joins the record."""
         if only in (None, 0):
             bank, j = self.place[0]
-            tokens_R = bank.tokens_LR[j, : self.num_rows]
             # A layer called several times per micro-batch saw its tokens several times.
             repeats = max(1, self._calls[0] // microbatches)
-            once = torch.stack((tokens_R[:-1].sum(), tokens_R[-1])) // repeats
-            self.seen[:2] += once
-            self.seen[2] += self._pending_bad
-            self._pending_bad.zero_()
+            tokens_R = bank.tokens_LR[j, : self.num_rows]
+            self.seen_R += tokens_R if repeats == 1 else tokens_R // repeats
             self.microbatches += microbatches
             self.masked += microbatches * masked
         if only is None:
@@ -198,12 +190,10 @@ class Accumulator:
         self.most_picks += picks
         self._forget(only)
 
-    @torch.no_grad()
     def discard(self) -> None:
         """Forgets the open micro-batch."""
         for bank in self.banks:
             bank.discard(slice(None))
-        self._pending_bad.zero_()
         self._forget(None)
 
     def _forget(self, only: int | None) -> None:
@@ -215,7 +205,7 @@ class Accumulator:
         """Begins a new record."""
         for bank in self.banks:
             bank.reset()
-        self.seen.zero_()
+        self.seen_R.zero_()
         self.microbatches = self.masked = self.most_picks = 0
 
 

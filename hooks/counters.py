@@ -19,12 +19,11 @@ from torch import Tensor
 
 from moe_audit.hooks.adapters.base import NO_PICK
 
-TALLY = (
-    4  # per-layer cells behind the tokens per row: calls, calls with probabilities, with logits, with kept
-)
+# Cells behind the tokens per row: calls, those that brought probabilities, logits, drops; wrong source ids.
+TALLY = 5
 
 
-@dataclass(frozen=True)
+@dataclass
 class Labels:
     """The rows of the T tokens of one router forward, and what follows from them for every layer.
 
@@ -33,28 +32,29 @@ class Labels:
         onehot_RT: float32, 1 where token t is in row r: sums rows by a matrix product, in a fixed order and
             without atomics. None on the host, where adding row by row takes a ninth of the time.
         counted_T: float32, 1 where the token is not masked.
-        tokens_R: int64 tokens per row.
-        bad: int64 scalar: source ids outside [-1, sources).
+        tally: int64 [R + TALLY]: tokens per row, one call, wrong source ids.
     """
 
     row_T: Tensor
     onehot_RT: Tensor | None
     counted_T: Tensor
-    tokens_R: Tensor
-    bad: Tensor
+    tally: Tensor
 
     @classmethod
     def of(cls, row_T: Tensor, num_rows: int) -> Labels:
-        """From row ids; those outside [0, R) become unlabelled and are reported in `bad`."""
+        """From row ids; those outside [0, R) are wrong source ids: unlabelled, and told in the tally."""
+        device = row_T.device
         bad_T = (row_T < 0) | (row_T >= num_rows)
         row_T = torch.where(bad_T, num_rows - 2, row_T)
         onehot_RT = None
-        if row_T.device.type != "cpu":
-            onehot_RT = torch.zeros(num_rows, len(row_T), dtype=torch.float32, device=row_T.device)
+        if device.type != "cpu":
+            onehot_RT = torch.zeros(num_rows, len(row_T), dtype=torch.float32, device=device)
             onehot_RT.scatter_(0, row_T.unsqueeze(0), 1.0)
-        tokens_R = torch.zeros(num_rows, dtype=torch.int64, device=row_T.device)
-        tokens_R.scatter_add_(0, row_T, torch.ones_like(row_T))
-        return cls(row_T, onehot_RT, (row_T != num_rows - 1).float(), tokens_R, bad_T.sum())
+        tally = torch.zeros(num_rows + TALLY, dtype=torch.int64, device=device)
+        tally.scatter_add_(0, row_T, torch.ones_like(row_T))
+        tally[num_rows] = 1
+        tally[-1] = bad_T.sum()
+        return cls(row_T, onehot_RT, (row_T != num_rows - 1).float(), tally)
 
     def copy_(self, other: Labels) -> None:
         """Takes over other labels of the same size in place: a captured CUDA graph reads these addresses."""
@@ -63,21 +63,22 @@ class Labels:
                 mine.copy_(new)
 
 
-def count_picks(counts: Tensor, indices_TK: Tensor, row_T: Tensor, one: Tensor) -> None:
-    """Adds one router forward to counts [R * C], in one scatter over the combined (row, expert) index.
+def count_picks(counts_RC: Tensor, indices_TK: Tensor, row_T: Tensor, one: Tensor) -> None:
+    """Adds one router forward, in one scatter over the combined (row, expert) index.
 
     Picks of masked tokens and `NO_PICK` land in the last row, invalid ids in the first and last column.
     """
-    num_columns = counts.shape[-1]
+    num_columns = counts_RC.shape[-1]
     indices_TK = indices_TK.to(torch.int64)
-    key_TK = indices_TK.clamp(-1, num_columns - 2).add_((row_T * num_columns + 1).unsqueeze(1))
-    key_TK = torch.where(indices_TK == NO_PICK, counts.numel() - 1, key_TK)
-    counts.view(-1).scatter_add_(0, key_TK.view(-1), one.expand(key_TK.numel()))
+    first_T1 = torch.add(1, row_T, alpha=num_columns).unsqueeze(1)
+    key_TK = indices_TK.clamp(-1, num_columns - 2).add_(first_T1)
+    key_TK = torch.where(indices_TK == NO_PICK, counts_RC.numel() - 1, key_TK)
+    counts_RC.view(-1).scatter_add_(0, key_TK.view(-1), one.expand(key_TK.numel()))
 
 
 def count_dropped(dropped: Tensor, indices_TK: Tensor, kept_TK: Tensor, labels: Labels) -> None:
     """Adds the picks of counted tokens that were dropped to dropped [C]."""
-    lost_TK = ~kept_TK & (labels.row_T != labels.tokens_R.shape[0] - 1).unsqueeze(1) & (indices_TK != NO_PICK)
+    lost_TK = ~kept_TK & labels.counted_T.bool().unsqueeze(1) & (indices_TK != NO_PICK)
     column_TK = indices_TK.to(torch.int64).clamp(-1, dropped.shape[0] - 2).add_(1)
     dropped.scatter_add_(0, column_TK.view(-1), lost_TK.view(-1).to(torch.int64))
 
@@ -85,9 +86,13 @@ def count_dropped(dropped: Tensor, indices_TK: Tensor, kept_TK: Tensor, labels: 
 def probabilities(
     full_TE: Tensor, kind: Literal["logits", "probs"], gating: str | None, out: Tensor | None = None
 ) -> Tensor:
-    """Rows normalised to distributions, float32, into `out` if given; rows that are not finite become zeros."""
+    """Rows normalised to distributions, float32, into `out` if given; rows not finite become zeros."""
     if kind == "logits" and gating != "sigmoid":
-        p_TE = torch.softmax(full_TE, -1, dtype=torch.float32, out=out)
+        if out is not None and full_TE.shape[-1] < 16:
+            # On the host so few values a row take eight times as long as the same values in columns.
+            p_TE = torch.softmax(full_TE.t().contiguous(), 0, dtype=torch.float32).t()
+        else:
+            p_TE = torch.softmax(full_TE, -1, dtype=torch.float32, out=out)
     else:
         p_TE = full_TE.float() if out is None else out.copy_(full_TE)
         p_TE = p_TE.sigmoid() if kind == "logits" else p_TE
@@ -108,10 +113,23 @@ def sum_probabilities(prob_RE: Tensor, top1_R2: Tensor, p_TE: Tensor, labels: La
 
 def sum_logits(logits_2E: Tensor, full_TE: Tensor, labels: Labels, out: Tensor | None = None) -> None:
     """Adds sum and sum of squares of the logits of counted tokens; values that are not finite count as 0."""
-    x_TE = full_TE.to(torch.float32, copy=True) if out is None else out.copy_(full_TE)
-    x_TE.nan_to_num_(0.0, 0.0, 0.0).mul_(labels.counted_T.unsqueeze(1))
-    logits_2E[0] += x_TE.sum(0)
-    logits_2E[1] += x_TE.square_().sum(0)
+    x_TE = torch.nan_to_num(full_TE.float(), 0.0, 0.0, 0.0, out=out)
+    logits_2E[0].addmv_(x_TE.t(), labels.counted_T)
+    logits_2E[1].addmv_(x_TE.square_().t(), labels.counted_T)
+
+
+@dataclass(frozen=True)
+class Pending:
+    """The open micro-batch of one layer: views into its bank. Counts, tally and what calls brought (a part of
+    it), drops, sums of probabilities, top-1 moments, sums and sums of squares of logits."""
+
+    counts_RC: Tensor
+    tally: Tensor
+    brought_3: Tensor
+    dropped_C: Tensor
+    prob_RE: Tensor
+    top1_R2: Tensor
+    logits_2E: Tensor
 
 
 class Bank:
@@ -137,21 +155,31 @@ class Bank:
         self.pending_floats = torch.zeros(L, floats, dtype=torch.float32, device=device)
         # Totals of floats in double: a record adds up millions of small terms.
         self.total_floats = torch.zeros(L, floats + E, dtype=torch.float64, device=device)
-        # Measures of one micro-batch: in the open one, in the record.
+        # Largest load of a micro-batch, and sum of squares over tokens; of the open one where it has chunks.
         self.pending_peak_LE, self.total_peak_LE = (
             torch.zeros(L, E, dtype=torch.float32, device=device) for _ in range(2)
         )
         self.pending_square_LE = torch.zeros(L, E, dtype=torch.float64, device=device)
-        # What of the open micro-batch was folded into these measures already.
+        # What of the open micro-batch was folded into these already; nothing unless it has chunks.
         self.folded_LE = torch.zeros(L, E, dtype=torch.int64, device=device)
         self.folded_tokens_L = torch.zeros(L, dtype=torch.int64, device=device)
+        self.has_folds = False
+        self.varies = None in top_k
         self.fixed_k_L = torch.tensor([k or 0 for k in top_k], dtype=torch.float32, device=device)
         self.one = torch.ones(1, dtype=torch.int64, device=device)
         self._workspace: Tensor | None = None
-        self._view()
+        self._brings: dict[tuple[bool, bool, bool], Tensor] = {}
+        self.pending = self._views()
+
+    def brings(self, probabilities: bool, logits: bool, drops: bool) -> Tensor:
+        """Ones for what a call brings besides picks, to be added to `brought_3`."""
+        key = (probabilities, logits, drops)
+        if key not in self._brings:
+            self._brings[key] = torch.tensor(key, dtype=torch.int64, device=self.device)
+        return self._brings[key]
 
     def workspace(self, tokens: int) -> Tensor | None:
-        """Room for [T, E] values. On the host fresh pages cost ten times the arithmetic; a GPU has its own cache."""
+        """Room for [T, E] values on the host, where fresh pages cost more than the arithmetic."""
         if self.device.type != "cpu":
             return None
         if self._workspace is None or self._workspace.shape[0] < tokens:
@@ -164,49 +192,67 @@ class Bank:
 
     def move(self, device: torch.device) -> None:
         """Follows a model that was moved."""
-        self._workspace = None
+        self._workspace, self._brings = None, {}
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
                 setattr(self, name, value.to(device))
-        self._view()
+        self.pending = self._views()
 
-    def _view(self) -> None:
-        """The fields of the open micro-batch, as views."""
+    def _views(self) -> list[Pending]:
         L, R, E = len(self.fixed_k_L), self.num_rows, self.num_experts
-        counts, self.tokens_LR, self.dropped_LC = torch.split(self.pending_ints, self.int_sizes, dim=1)
+        counts, self.tokens_LR, dropped_LC = torch.split(self.pending_ints, self.int_sizes, dim=1)
         self.counts_LRC = counts.view(L, R, E + 2)
         prob, top1, logits = torch.split(self.pending_floats, self.float_sizes, dim=1)
-        self.prob_LRE, self.top1_LR2 = prob.view(L, R, E), top1.view(L, R, 2)
-        self.logits_L2E = logits.view(L, 2, E)
+        fields = (
+            self.counts_LRC, self.tokens_LR, self.tokens_LR[:, R + 1 : R + 4], dropped_LC,
+            prob.view(L, R, E), top1.view(L, R, 2), logits.view(L, 2, E),
+        )  # fmt: skip
+        return [Pending(*(field[i] for field in fields)) for i in range(L)]
 
-    def fold(self, i: int | slice) -> None:
-        """Ends a micro-batch of layer(s) i: its loads enter the peak and the sum of squares over tokens."""
-        n_LE = self.counts_LRC[i, ..., :-1, 1:-1].sum(-2)
-        t_L = self.tokens_LR[i, ..., : self.num_rows - 1].sum(-1)
-        load_LE = (n_LE - self.folded_LE[i]).float()
-        new_t_L = (t_L - self.folded_tokens_L[i]).float()
-        picks_L = torch.where(self.fixed_k_L[i] > 0, new_t_L * self.fixed_k_L[i], load_LE.sum(-1))
-        fair_L1 = (picks_L / self.num_experts).clamp_min(1e-20).unsqueeze(-1)
-        torch.maximum(self.pending_peak_LE[i], load_LE / fair_L1, out=self.pending_peak_LE[i])
-        self.pending_square_LE[i] += load_LE.double().square() / new_t_L.clamp_min(1.0).unsqueeze(-1)
-        self.folded_LE[i] = n_LE
-        self.folded_tokens_L[i] = t_L
+    def fold(self, i: int) -> None:
+        """Ends a chunk of layer i, a micro-batch of its own, inside the open one."""
+        part = slice(i, i + 1)
+        peak_LE, square_LE = self._measure(part)
+        torch.maximum(self.pending_peak_LE[part], peak_LE, out=self.pending_peak_LE[part])
+        self.pending_square_LE[part] += square_LE
+        self.folded_LE[part] = self.counts_LRC[part, :-1, 1:-1].sum(1)
+        self.folded_tokens_L[part] = self.tokens_LR[part, : self.num_rows - 1].sum(1)
+        self.has_folds = True
+
+    def _measure(self, i: slice) -> tuple[Tensor, Tensor]:
+        """Loads in fair shares and squares over tokens of what layers i have counted since the last fold."""
+        load_LE = self.counts_LRC[i, :-1, 1:-1].sum(1)
+        tokens_L = self.tokens_LR[i, : self.num_rows - 1].sum(1)
+        if self.has_folds:
+            load_LE = load_LE - self.folded_LE[i]
+            tokens_L = tokens_L - self.folded_tokens_L[i]
+        load_LE = load_LE.double()
+        picks_L = tokens_L * self.fixed_k_L[i]
+        if self.varies:
+            picks_L = torch.where(self.fixed_k_L[i] > 0, picks_L, load_LE.sum(1))
+        peak_LE = (load_LE * (self.num_experts / picks_L.clamp_min(1.0)).unsqueeze(1)).float()
+        return peak_LE, load_LE.square_() / tokens_L.clamp_min(1).unsqueeze(1)
 
     def commit(self, i: slice) -> None:
         """The open micro-batch of layers i becomes part of the record."""
-        self.fold(i)
+        peak_LE, square_LE = self._measure(i)
+        if self.has_folds:
+            peak_LE = torch.maximum(peak_LE, self.pending_peak_LE[i])
+            square_LE = square_LE + self.pending_square_LE[i]
+        torch.maximum(self.total_peak_LE[i], peak_LE, out=self.total_peak_LE[i])
         self.total_ints[i] += self.pending_ints[i]
         self.total_floats[i, : -self.num_experts] += self.pending_floats[i]
-        self.total_floats[i, -self.num_experts :] += self.pending_square_LE[i]
-        torch.maximum(self.total_peak_LE[i], self.pending_peak_LE[i], out=self.total_peak_LE[i])
+        self.total_floats[i, -self.num_experts :] += square_LE
         self.discard(i)
 
     def discard(self, i: slice) -> None:
         """Forgets the open micro-batch of layers i."""
-        for x in (self.pending_ints, self.pending_floats, self.pending_peak_LE, self.pending_square_LE):
-            x[i].zero_()
-        self.folded_LE[i].zero_()
-        self.folded_tokens_L[i].zero_()
+        self.pending_ints[i].zero_()
+        self.pending_floats[i].zero_()
+        if self.has_folds:
+            for x in (self.pending_peak_LE, self.pending_square_LE, self.folded_LE, self.folded_tokens_L):
+                x[i].zero_()
+            self.has_folds = i != slice(None)
 
     def reset(self) -> None:
         """Begins a new record."""

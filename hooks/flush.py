@@ -23,7 +23,7 @@ from moe_audit.hooks.counters import TALLY
 from moe_audit.hooks.steps import Steps
 from moe_audit.store import UNLABELLED, LayerInfo, LayerRecord, Record
 
-HEADER = 6  # ranks, micro-batches, those with a mask, tokens, excluded tokens, source ids out of range
+HEADER = 5  # ranks, micro-batches, those with a mask, tokens, excluded tokens
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,7 @@ def pack(
             continue
         if owner:
             ints[1], ints[2] = accumulator.microbatches, accumulator.masked
-            ints[3:5] = accumulator.seen[:2]
-        ints[5] = accumulator.seen[2]
+            ints[3], ints[4] = accumulator.seen_R[:-1].sum(), accumulator.seen_R[-1]
         floats, peaks = packed.floats[2 + p * layout.num_floats :], packed.peaks[p * layout.num_peaks :]
         local = {info.layer: i for i, info in enumerate(accumulator.layers)}
         for field in layout.fields:
@@ -165,7 +164,7 @@ class Cut:
         ints = ints[p * layout.num_ints :][: layout.num_ints]
         floats = floats[2 + p * layout.num_floats :][: layout.num_floats]
         peaks = peaks[p * layout.num_peaks :][: layout.num_peaks]
-        ranks, microbatches, masked, tokens, excluded, bad = (int(x) for x in ints[:HEADER])
+        ranks, microbatches, masked, tokens, excluded = (int(x) for x in ints[:HEADER])
         if not (steps.due or microbatches or ints[HEADER:].any()):
             return None
         layers = {
@@ -188,6 +187,7 @@ class Cut:
             loss=float(loss_sum / losses) if losses and phase == "train" else None,
         )
         broken = broken_invariants(record, [f.info for f in layout.fields], self._ranks)
+        bad = max(wrong_sources(layout, ints))
         if bad:
             broken.append(
                 {"invariant": "source ids", "message": f"{bad} tokens have a source id out of range"}
@@ -211,7 +211,7 @@ def unpack_layer(
     counts, tokens, dropped = np.split(ints, [R * (E + 2), R * (E + 2) + R + TALLY])
     prob, top1, logits, square = np.split(floats, np.cumsum([R * E, 2 * R, 2 * E]))
     counts = counts.reshape(R, E + 2)
-    calls, with_prob, with_logits, with_kept = (int(x) for x in tokens[R:])
+    calls, with_prob, with_logits, with_kept, _ = (int(x) for x in tokens[R:])
     counted = int(tokens[: R - 1].sum())
     mean, std = None, None
     if with_logits and counted:
@@ -245,6 +245,12 @@ def has_unlabelled(layout: Layout, ints: npt.NDArray[np.int64]) -> bool:
     """Whether any layer saw tokens without a source."""
     R = layout.num_rows
     return any(ints[f.ints][R * (f.info.num_experts + 2) + R - 2] > 0 for f in layout.fields)
+
+
+def wrong_sources(layout: Layout, ints: npt.NDArray[np.int64]) -> list[int]:
+    """Tokens whose source id was out of range, as each layer saw them."""
+    R = layout.num_rows
+    return [int(ints[f.ints][R * (f.info.num_experts + 2) + R + TALLY - 1]) for f in layout.fields]
 
 
 def broken_invariants(record: Record, layers: Sequence[LayerInfo], ranks: int) -> list[dict[str, Any]]:

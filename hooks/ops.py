@@ -51,7 +51,8 @@ def _observe(
     if receiver is not None:
         kind = cast(Literal["logits", "probs"], full_kind) if full_TE is not None else None
         order = cast(Literal["batch", "sequence"], layout)
-        receiver.observe(Observation(indices_TK, None, full_TE, kind, kept_TK, order), training)
+        with torch.no_grad():  # compiled code may call with gradients on
+            receiver.observe(Observation(indices_TK, None, full_TE, kind, kept_TK, order), training)
 
 
 def _mark(anchor: Tensor, handle: int, begin: bool) -> None:

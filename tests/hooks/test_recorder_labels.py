@@ -201,5 +201,5 @@ def test_rows_against_a_loop(batch, length, seed, layout, flat_mask):
         order = [(b, s) for s in range(length) for b in range(batch)]
     assert got == [3 if not mask[b, s] else 2 if ids[b] == -1 else ids[b] for b, s in order]
     labels = Labels.of(torch.tensor(got), 4)
-    assert labels.tokens_R.tolist() == [got.count(row) for row in range(4)]
-    assert labels.counted_T.sum() == sum(labels.tokens_R.tolist()[:3])
+    assert labels.tally.tolist() == [*(got.count(row) for row in range(4)), 1, 0, 0, 0, 0]
+    assert labels.counted_T.sum() == sum(row < 3 for row in got)
