@@ -24,12 +24,14 @@ class Alert:
 def failing_in_a_row(verdict: Verdict) -> int:
     """How many disjoint windows fail in a row, counted back from the newest; one fails where any layer does.
 
-    0 for an INVALID verdict: its counts mean nothing, so nothing may act on them.
+    0 for an INVALID verdict: its counts mean nothing, so nothing may act on them. Nor does a window of which
+    less than half is there, the only one of a run that has just begun.
     """
     grid = verdict.grid
     if grid is None or verdict.status == Status.INVALID:
         return 0
-    fails_W = (grid.status_WL == Status.FAIL).any(axis=1)
+    whole_W = 2 * (grid.last_step_W - grid.first_step_W + 1) >= verdict.windows["length"]
+    fails_W = (grid.status_WL == Status.FAIL).any(axis=1) & whole_W
     count, begins = 0, None
     for w in reversed(range(len(fails_W))):
         if begins is not None and grid.last_step_W[w] >= begins:

@@ -49,7 +49,8 @@ class Decision:
 
     status: str
     failing_in_a_row: int  # disjoint windows, counted back from the newest
-    newest_begins: int
+    newest_begins: int  # first step of the newest window
+    recorded: int  # last step that is in the store
     stride: int
 
 
@@ -123,11 +124,21 @@ class TrainingGate:
     def pause_requested(self) -> bool:
         return self.state.pause_requested
 
+    @property
+    def action_ends(self) -> int | None:
+        """The last step of the action that is on; None where none is."""
+        return self.state.action_ends
+
     def line(self) -> str:
         """The routing-health field of a training log: the status, and the action that is on."""
         if self.state.action_ends is None:
             return self.state.status
-        return f"{self.state.status} {self.action} to {self.state.action_ends}"
+        doing = f"{self.action} (dry run)" if self.dry_run else self.action
+        return f"{self.state.status}, {doing} to step {self.state.action_ends}"
+
+    def rate(self, group: dict[str, Any]) -> float:
+        """The learning rate that a parameter group's next step is taken with."""
+        return self.override.rate(group) if self.override else float(group["lr"])
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data for a checkpoint; it keeps an action that is on."""
@@ -148,7 +159,7 @@ class TrainingGate:
         """
         decision = _from_rank_0(lambda: self._judge(step))
         self.state.status = decision.status
-        self.state.next_check = step + (self.check_every or max(1, decision.stride))
+        self.state.next_check = self._next_check(step, decision)
         self.state.failing_in_a_row = decision.failing_in_a_row
         if decision.failing_in_a_row >= SEVERE_IN_A_ROW and self.pause_when_severe:
             self._request_pause(step)
@@ -158,6 +169,13 @@ class TrainingGate:
         return self.state.status
 
     # -- one step
+
+    def _next_check(self, step: int, decision: Decision) -> int:
+        """The step in which the next window ends; it may have passed where the disk keeps records back."""
+        if self.check_every is not None:
+            return (step // self.check_every + 1) * self.check_every
+        ends = decision.recorded + decision.stride
+        return ends if ends > step else step + decision.stride
 
     def _step(self, step: int) -> None:
         if self.state.action_ends is not None and step >= self.state.action_ends:
@@ -200,10 +218,10 @@ class TrainingGate:
             with open_run(self.recorder.path) as run:
                 self.verdict = check(run, self.policy, checkpoint=step)
         except NoDataError:
-            return Decision("NO DATA", 0, 0, self.recorder.flush_every)
+            return Decision("NO DATA", 0, 0, step, self.recorder.flush_every)
         except AuditError as error:
             warnings.warn(f"the training gate could not judge step {step}: {error}", stacklevel=2)
-            return Decision("UNKNOWN", 0, 0, self.recorder.flush_every)
+            return Decision("UNKNOWN", 0, 0, step, self.recorder.flush_every)
         self._write_report(step, self.verdict)
         self._alert(step, self.verdict)
         grid, windows = self.verdict.grid, self.verdict.windows
@@ -211,7 +229,8 @@ class TrainingGate:
             status_name(self.verdict),
             failing_in_a_row(self.verdict),
             int(grid.first_step_W[-1]) if grid is not None and len(grid.first_step_W) else 0,
-            int(windows.get("stride") or 1),
+            int(self.verdict.run["last_step"]),
+            int(windows["stride"]),
         )
 
     def _write_report(self, step: int, verdict: Verdict) -> None:
