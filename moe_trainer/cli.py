@@ -33,11 +33,12 @@ def run(config: Path, overrides: tuple[str, ...], save_folder: Path, overwrite: 
 @cli.command()
 @click.argument("run_folder", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1)
-def resume(run_folder: Path, overrides: tuple[str, ...]) -> None:
-    """Continue the run in RUN_FOLDER from its last checkpoint."""
+@click.option("--checkpoint", type=int, metavar="STEP", help="Continue from this one; the last by default.")
+def resume(run_folder: Path, overrides: tuple[str, ...], checkpoint: int | None) -> None:
+    """Continue the run in RUN_FOLDER from its last checkpoint whose routing did not fail."""
     from moe_trainer.runs import resume as resume_training
 
-    resume_training(run_folder, overrides)
+    resume_training(run_folder, overrides, step=checkpoint)
 
 
 @cli.command()

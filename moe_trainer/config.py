@@ -171,6 +171,32 @@ class RecorderConfig(Config):
     flush_every: int = Field(default=10, ge=1)
 
 
+class GateConfig(Config):
+    """The training gate, `moe_audit.hooks.TrainingGate`; off without an action.
+
+    Attributes:
+        action: hold | scale | zero_router | pause, or none.
+        policy: Preset or path.
+        groups: Parameter groups that hold and scale govern: all | router.
+        check_every: Steps between checks; none: one stride of the windows.
+        cooldown: Steps that an action lasts.
+        factor: What scale multiplies the learning rate with.
+        dry_run: Judge and tell, leave the learning rate alone.
+        pause_when_severe: Stop also after three disjoint failing windows in a row.
+        notify: apprise addresses that alerts go to.
+    """
+
+    action: Literal["hold", "scale", "zero_router", "pause"] | None = None
+    policy: str = "default"
+    groups: Literal["all", "router"] = "all"
+    check_every: int | None = Field(default=None, ge=1)
+    cooldown: int = Field(default=200, ge=1)
+    factor: float = Field(default=0.1, ge=0, lt=1)
+    dry_run: bool = False
+    pause_when_severe: bool = False
+    notify: tuple[str, ...] = Field((), strict=False)
+
+
 class CheckpointConfig(Config):
     """Checkpoints.
 
@@ -191,7 +217,14 @@ class TrainConfig(Config):
     optim: OptimConfig = OptimConfig()
     train: LoopConfig = LoopConfig()
     recorder: RecorderConfig = RecorderConfig()
+    gate: GateConfig = GateConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.gate.action is not None and not self.recorder.enabled:
+            raise ConfigError("gate.action", self.gate.action, "a gate needs recorder.enabled = true")
+        return self
 
     @property
     def tokens_per_micro_batch(self) -> int:

@@ -19,6 +19,16 @@ from rich.progress import (
 )
 from torch.utils.tensorboard import SummaryWriter
 
+# One panel that shows the loss beside the routers' health.
+PANEL = {
+    "routing": {
+        "loss and the worst layer": [
+            "Multiline",
+            ["train/loss", "routing/worst_max_load", "routing/worst_min_load", "routing/gate_action"],
+        ]
+    }
+}
+
 
 class RunLog:
     """Log of one run; a context manager.
@@ -36,6 +46,7 @@ class RunLog:
         self._tensorboard = SummaryWriter(
             str(folder / "tensorboard"), purge_step=first_step if first_step > 1 else None
         )
+        self._tensorboard.add_custom_scalars(PANEL)
         self._progress: Progress | None = None
         self._task = TaskID(0)
         if self.console.is_terminal:
@@ -63,6 +74,11 @@ class RunLog:
         """Move the progress bar, where there is one."""
         if self._progress is not None:
             self._progress.update(self._task, completed=step, status=f"loss {loss:.3f}")
+
+    def mark(self, step: int, text: str) -> None:
+        """A line for the log and the terminal that TensorBoard shows at its step too."""
+        self.message(f"step {step}: {text}")
+        self._tensorboard.add_text("routing/gate", text, step)
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         """Points of TensorBoard curves."""

@@ -13,8 +13,8 @@ from moe_trainer.config import TrainConfig, load_config
 from moe_trainer.data import TokenStream, read_corpus
 
 # What a run writes into its folder; the recorder has side files beside routing.db.
-RUN_PATTERNS = ("config.toml", "routing*.db*", "train.log", "checkpoints", "tensorboard")
-LAST = "last"  # the link to the newest checkpoint
+RUN_PATTERNS = ("config.toml", "routing*.db*", "train.log", "checkpoints", "checks", "tensorboard")
+LAST = "last"  # the link to the checkpoint that a resume continues from
 
 
 def run(config: TrainConfig, folder: Path, *, overwrite: bool = False) -> Path:
@@ -31,14 +31,18 @@ def run(config: TrainConfig, folder: Path, *, overwrite: bool = False) -> Path:
     return Trainer(config, folder, stream).fit()
 
 
-def resume(folder: Path, overrides: tuple[str, ...] = ()) -> Path:
-    """Continue a run from its last checkpoint, as if it had never stopped; returns the last checkpoint.
+def resume(folder: Path, overrides: tuple[str, ...] = (), *, step: int | None = None) -> Path:
+    """Continue a run from a checkpoint, as if it had never stopped; returns the last checkpoint.
+
+    Args:
+        overrides: Changed settings, as in "train.steps=500".
+        step: Of the checkpoint; None takes the last one (whose routing did not fail, where a gate judges).
 
     Raises:
         UsageError: nothing to resume, or the run is complete.
         DivergedError: the loss became NaN or infinite.
     """
-    checkpoint = last_checkpoint(folder)
+    checkpoint = find_checkpoint(folder, step)
     config = load_config(folder / "config.toml", overrides)
     stream = build_stream(config)
     from moe_trainer.train import Trainer
@@ -64,20 +68,25 @@ def make_run_folder(folder: Path, overwrite: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
 
 
-def last_checkpoint(run: Path) -> Path:
-    """The newest checkpoint of a run folder.
+def find_checkpoint(run: Path, step: int | None = None) -> Path:
+    """The checkpoint of a step, or the last one, of a run folder.
 
     Raises:
-        UsageError: `run` is no run folder, or nothing was saved in it.
+        UsageError: `run` is no run folder, or has no such checkpoint.
     """
     if not (run / "config.toml").is_file():
         raise UsageError(f"{run} is not a run folder: it has no config.toml", "give the --save-folder")
-    last = run / "checkpoints" / LAST
-    if not (last / "state.pt").is_file():
+    checkpoint = run / "checkpoints" / (LAST if step is None else f"step_{step:08d}")
+    if (checkpoint / "state.pt").is_file():
+        return checkpoint.resolve()
+    saved = sorted(int(path.name[5:]) for path in (run / "checkpoints").glob("step_*"))
+    if not saved:
         raise UsageError(
             f"{run} has no checkpoint to resume from", "start it again: moe-train run --overwrite"
         )
-    return last.resolve()
+    raise UsageError(
+        f"{run} has no checkpoint of step {step}", f"it has those of {', '.join(map(str, saved))}"
+    )
 
 
 def build_stream(config: TrainConfig) -> TokenStream:

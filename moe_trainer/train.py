@@ -15,9 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_audit.hooks import Recorder
+from moe_audit.hooks import Recorder, TrainingGate
+from moe_audit.reports.json import to_dict
+from moe_audit.reports.notify import Notifier
 from moe_audit.thresholds.errors import AuditError, UsageError
-from moe_trainer.checkpoint import load_checkpoint, save_checkpoint
+from moe_trainer.checkpoint import Standing, load_checkpoint, save_checkpoint
 from moe_trainer.config import TrainConfig
 from moe_trainer.data import Batch, TokenStream
 from moe_trainer.facts import run_facts
@@ -56,7 +58,8 @@ class Trainer:
         self.model = Transformer(config.model).to(self.device)
         self.moe_layers = [module for module in self.model.modules() if isinstance(module, MoE)]
         self.optimizer = build_optimizer(self.model, config.optim)
-        self.step = self._restore(resume_from) if resume_from else 0
+        restored = self._restore(resume_from) if resume_from else {}
+        self.step = int(restored.get("step", 0))
         self.scheduler = build_scheduler(self.optimizer, config.optim, config.train.steps, done=self.step)
         if self.step >= config.train.steps:
             raise UsageError(
@@ -65,25 +68,30 @@ class Trainer:
             )
         (folder / "config.toml").write_text(config.to_toml(), encoding="utf-8")
         self.recorder = self._attach_recorder(resume=resume_from is not None)
+        self.gate = self._attach_gate(restored.get("gate"))
         self.rates = self.learning_rates()  # of the last update
+        self.action_ends = None if self.gate is None else self.gate.action_ends  # as the log has told it
+        self.losses_since_save: list[float] = []
         self.counts_LE = self._zero_counts()  # assignments since the last report
 
     def fit(self) -> Path:
-        """Train to the last step; returns the last checkpoint."""
+        """Train to the last step, or until the gate asks for a pause; returns the last checkpoint."""
         steps = self.config.train.steps
         with self._recorder_closed_after(), RunLog(self.folder, steps, self.step + 1) as log:
             log.message(self._opening_line())
             started, first = time.perf_counter(), self.step
-            while self.step < steps:
+            while self.step < steps and not self._paused():
                 loss = self.forward_backward()
                 self.update(loss)
                 log.advance(self.step, float(loss))
+                self._tell_gate_action(log)
                 if self._due(self.config.train.log_every):
                     pace = (self.step - first) / (time.perf_counter() - started)
                     self.report(log, float(loss), pace)
-                if self._due(self.config.checkpoint.save_every):
+                if self._due(self.config.checkpoint.save_every) or self._paused():
                     checkpoint = self.save()
-            log.message(f"done: step {self.step}, {checkpoint}")
+            end = "done" if self.step == steps else "paused by the training gate"
+            log.message(f"{end}: step {self.step}, {checkpoint}")
         return checkpoint
 
     def forward_backward(self) -> Tensor:
@@ -114,6 +122,7 @@ class Trainer:
         optim = self.config.optim
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), optim.max_grad_norm)
         self._stop_unless_finite(loss=float(loss), gradient_norm=float(norm))
+        self.losses_since_save.append(float(loss))
         self.rates = self.learning_rates()
         for i, stats in enumerate(post_step(self.moe_layers)):
             self.counts_LE[i] += stats.counts_E
@@ -126,16 +135,18 @@ class Trainer:
 
     def learning_rates(self) -> dict[str, float]:
         """Learning rate of the coming update: `all` (the dense part) and `router`."""
-        rates = {group["name"]: float(group["lr"]) for group in self.optimizer.param_groups}
+        rate = self.gate.rate if self.gate is not None else lambda group: float(group["lr"])
+        rates = {group["name"]: rate(group) for group in self.optimizer.param_groups}
         return {"all": rates["dense"], "router": rates["router"]}
 
     def report(self, log: RunLog, loss: float, steps_per_second: float) -> None:
         """One log line and one point on every curve: loss, pace, and how the routers stand."""
         max_load, min_load = self._worst_loads()
+        health = "not judged" if self.gate is None else self.gate.line()
         tokens_per_second = steps_per_second * self.config.tokens_per_step
         log.message(
             f"step {self.step}/{self.config.train.steps}  loss {loss:.4f}  lr {self.rates['all']:.2e}  "
-            f"{tokens_per_second:,.0f} tokens/s  routing load max {max_load:.2f} min {min_load:.2f}"
+            f"{tokens_per_second:,.0f} tokens/s  routing {health}, load {min_load:.2f} to {max_load:.2f}"
         )
         log.scalars(
             self.step,
@@ -146,37 +157,74 @@ class Trainer:
                 "train/tokens_per_second": tokens_per_second,
                 "routing/worst_max_load": max_load,
                 "routing/worst_min_load": min_load,
+                "routing/gate_action": float(self.action_ends is not None),
             },
         )
         self.counts_LE = self._zero_counts()
 
     def save(self) -> Path:
-        """Write a checkpoint; the recorder's counts up to this step go to disk first."""
+        """Write a checkpoint; the counts up to this step go to disk first, and are judged for it."""
         if self.recorder is not None:
             self.recorder.flush()
+        routing = self.gate.check(self.step) if self.gate is not None else None
+        verdict = self.gate.verdict if self.gate is not None else None
         state: dict[str, Any] = {
             "optimizer": self.optimizer.state_dict(),
             "stream": self.stream.state_dict(),
             "rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state() if self.device.type == "cuda" else None,
+            "gate": self.gate.state_dict() if self.gate is not None else None,
         }
+        loss = sum(self.losses_since_save) / len(self.losses_since_save)
+        self.losses_since_save = []
         return save_checkpoint(
             self.folder / "checkpoints",
-            self.step,
             self.model,
             state,
             self.config.to_toml(),
+            Standing(self.step, loss, routing),
+            to_dict(verdict) if verdict is not None else None,
             self.config.checkpoint.keep,
         )
 
-    def _restore(self, checkpoint: Path) -> int:
+    def _restore(self, checkpoint: Path) -> dict[str, Any]:
         state = load_checkpoint(checkpoint, self.model)
         load_optimizer_state(self.optimizer, state["optimizer"])
         self.stream.load_state_dict(state["stream"])
         torch.set_rng_state(state["rng"])
         if state["cuda_rng"] is not None and self.device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda_rng"])
-        return int(state["step"])
+        return state
+
+    def _attach_gate(self, state: dict[str, Any] | None) -> TrainingGate | None:
+        settings = self.config.gate
+        if settings.action is None or self.recorder is None:
+            return None
+        gate = TrainingGate(
+            self.recorder,
+            self.optimizer,
+            settings.policy,
+            settings.action,
+            settings.groups,
+            settings.check_every,
+            settings.cooldown,
+            factor=settings.factor,
+            dry_run=settings.dry_run,
+            pause_when_severe=settings.pause_when_severe,
+            notify=Notifier(settings.notify) if settings.notify else None,
+        )
+        if state is not None:
+            gate.load_state_dict(state)
+        return gate
+
+    def _paused(self) -> bool:
+        return self.gate is not None and self.gate.pause_requested
+
+    def _tell_gate_action(self, log: RunLog) -> None:
+        """A line and a mark where an action of the gate begins or ends."""
+        if self.gate is not None and self.gate.action_ends != self.action_ends:
+            self.action_ends = self.gate.action_ends
+            log.mark(self.step, f"training gate: routing {self.gate.line()}")
 
     def _attach_recorder(self, resume: bool) -> Recorder | None:
         if not self.config.recorder.enabled:

@@ -132,7 +132,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_are_spoiled(
         run(load_config(tiny, [NO_RECORDER]), tmp_path / "run")
     assert "stopped: training stopped at step 6" in (tmp_path / "run" / "train.log").read_text()
     checkpoints = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
-    assert checkpoints == ["last", "step_00000004"]
+    assert checkpoints == ["best", "last", "step_00000004"]
 
 
 def test_run_folder_holds_what_it_should(tiny: Path, tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_run_folder_holds_what_it_should(tiny: Path, tmp_path: Path) -> None:
     last = run(config, folder)
     assert load_config(folder / "config.toml") == config
     names = sorted(p.name for p in (folder / "checkpoints").iterdir())
-    assert names == ["last", "step_00000008", "step_00000012"]
+    assert names == ["best", "last", "step_00000008", "step_00000012"]
     assert (folder / "checkpoints" / "last").resolve() == last.resolve()
     assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
     with pytest.raises(UsageError, match=r"holds a run already.*--overwrite"):
