@@ -98,6 +98,7 @@ def check_policy(
         *_capacity(limits, setting),
         *_blind(policy, limits, setting),
     ]
+    findings += _only_even(limits, findings)
     settled = {f.gate for f in findings if f.kind == "always" and f.level != "warn"}
     return [f for f in findings if f.kind != "noise" or f.gate not in settled]
 
@@ -134,6 +135,18 @@ def _contradictions(policy: Policy, limits: dict[str, Limit], s: Setting) -> Ite
             if need in GATES[gate].needs:
                 message = f"{gate} is required but skipped with {reason}, so no run can pass"
                 yield Finding("contradiction", gate, "both", message, f"required and {reason}")
+
+
+def _only_even(limits: dict[str, Limit], findings: list[Finding]) -> Iterator[Finding]:
+    """A gate that passes exactly even counts only, beside the one that fails them."""
+    even = limits.get("uniform_counts")
+    if even is None or even.fail is None:
+        return
+    for finding in findings:
+        if finding.kind == "always" and finding.level == "fail" and finding.inequality.startswith("limit ="):
+            message = f"{finding.gate} passes only exactly even counts, which uniform_counts fails"
+            bound = f"{finding.inequality}; uniform_counts {even.op} {even.fail:g}"
+            yield Finding("contradiction", finding.gate, "fail", message, bound, by="uniform_counts")
 
 
 def _range(gate: str, s: Setting) -> tuple[float, float] | None:

@@ -208,6 +208,12 @@ def test_ranges_and_contradictions() -> None:
     assert ("contradiction", "drop_rate") not in check(required, capacity_factor=1.25)
 
 
+def test_two_gates_that_no_router_can_keep_both() -> None:
+    both = {"gates": {"max_load": {"fail": 1}, "uniform_counts": {"fail": 0.5}}}
+    assert ("contradiction", "max_load") in check(both)
+    assert ("contradiction", "max_load") not in check({"gates": {"max_load": {"fail": 1.5}}})
+
+
 def test_noise() -> None:
     table = {"gates": {"lir": {"fail": 1.25}}}
     assert check(table, 64, 8, tokens=4096, micro_batches=1000) == set()
