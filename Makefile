@@ -59,11 +59,12 @@ parity: $(PARITY)/stamp
 	$(PARITY)/bin/python -m pytest -m parity tests/parity
 
 browser: $(VENV)/dev.stamp
+	command -v chromium >/dev/null || { apt-get update -q && apt-get install -y -q chromium chromium-driver; }
 	$(PY) -m pytest -m browser
 
 # The kill, lock and soak tests at their full counts; the result goes into benchmarks/LOG.md.
 soak: $(VENV)/dev.stamp
-	$(PY) -m pytest --soak -m 'not parity and not browser' tests/hooks tests/audit
+	$(PY) -m pytest --soak 50 -m 'not parity and not browser' tests/hooks tests/audit
 
 clean:
 	rm -rf $(VENV) $(PARITY) build runs .mypy_cache .ruff_cache
