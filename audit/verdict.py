@@ -12,13 +12,30 @@ import numpy.typing as npt
 
 
 class Status(IntEnum):
-    """Status of a cell, a gate or a run, ordered so that the worst is the largest."""
+    """Status of a cell, a gate or a run. A number, so that arrays can hold it; shown as its name.
+
+    It equals its name too, so that Python reads as the JSON does: `verdict.status == "FAIL"`.
+    """
 
     PASS = 0
     WARN = 1
     INSUFFICIENT = 2
     FAIL = 3
     INVALID = 4
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __format__(self, spec: str) -> str:
+        return format(self.name, spec)
+
+    def __eq__(self, other: object) -> bool:
+        return self.name == other if isinstance(other, str) else int(self) == other
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = IntEnum.__hash__
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@
 1. `check` with all gates of the `default` policy, against reading the file's bytes and summing the counts
    once in numpy; and its peak memory.
 2. The six classic metrics (LIR, CV, min share, entropy in all and per source, share shift), the same windows:
-   `check` with `classic`, against pandas rolling sums and DuckDB SQL over long rows, on a quarter of the steps.
+   `check` with `classic`, against pandas rolling sums and DuckDB SQL over long rows, on a quarter of the run.
 3. The training gate's look at the last five windows, early and late in the run.
 
 1 and 3 are seconds of the processor, which other work on the machine disturbs least; 2 is time on the clock,

@@ -503,6 +503,14 @@ def test_gates_by_layer_and_source(make_run) -> None:  # type: ignore[no-untyped
             moe_audit.check(path, **wrong)
 
 
+def test_a_status_is_shown_as_its_name(make_run) -> None:  # type: ignore[no-untyped-def]
+    verdict = moe_audit.check(run_of(make_run, slice(0, 40)))
+    assert verdict.status == "FAIL" and verdict.status != "PASS"
+    assert f"{verdict.status:>5}" == " FAIL" and str(verdict.status) == "FAIL"
+    assert {Status.FAIL: 1}[verdict.status] == 1
+    assert (np.array([3, 0]) == Status.FAIL).tolist() == [True, False]
+
+
 def test_no_data_is_never_a_pass(make_run, tmp_path) -> None:  # type: ignore[no-untyped-def]
     path = run_of(make_run, slice(0, 0))
     with moe_audit.open_run(path, phase="eval") as run, pytest.raises(NoDataError):
