@@ -113,12 +113,21 @@ def blocked_forward(
     activation: str,
     alpha: float,
     limit: float | None,
-) -> tuple[Tensor, Tensor]:
-    """Output (T, D) and the kept results of the first matmul, flat, one (U, n) block after the other."""
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The experts' weighted outputs, summed for each token.
+
+    Args:
+        keep: Whether a backward pass will follow.
+
+    Returns:
+        Output (T, D); the results of the first matmul, flat, one (U, n) block after the other (empty unless
+        `keep`); the number of shares that the rows were cut into.
+    """
     up, hidden, width = w_up_gate.shape[1], w_down.shape[1], w_down.shape[2]
     rows_N = slots_N // weights_TK.shape[-1]
     weights_N1 = weights_TK.reshape(-1)[slots_N].unsqueeze(-1)
-    kept = x_TD.new_empty(len(slots_N) * up)
+    kept = x_TD.new_empty(len(slots_N) * up if keep else 0)
     wide = torch.promote_types(x_TD.dtype, torch.float32)
     blocks = shares(offs_E.tolist(), _parts(len(slots_N)))
 
@@ -129,11 +138,13 @@ def blocked_forward(
         size = max(block.end - block.start for block in blocks[part])
         x_buffer, y_buffer = x_TD.new_empty(size, width), x_TD.new_empty(size, width)
         act_buffer = x_TD.new_empty(hidden * size)
+        up_buffer = x_TD.new_empty(0 if keep else up * size)
         for expert, start, end, _ in blocks[part]:
             n = end - start
             rows = rows_N[start:end]
             x = torch.index_select(x_TD, 0, rows, out=x_buffer[:n])
-            up_gate = kept[start * up : end * up].view(up, n)
+            flat = kept[start * up : end * up] if keep else up_buffer[: n * up]
+            up_gate = flat.view(up, n)
             torch.mm(w_up_gate[expert], x.T, out=up_gate)
             if b_up_gate is not None:
                 up_gate.add_(b_up_gate[expert].unsqueeze(-1))
@@ -145,18 +156,21 @@ def blocked_forward(
             y_TD.index_add_(0, rows, y.mul_(weights_N1[start:end]).to(wide))
         return y_TD
 
-    return _sum(_threads.map(work, len(blocks))).to(x_TD.dtype), kept
+    y_TD = _sum(_threads.map(work, len(blocks))).to(x_TD.dtype)
+    return y_TD, kept, torch.tensor(len(blocks))
 
 
 @blocked_forward.register_fake
 def _(x_TD, weights_TK, slots_N, offs_E, w_up_gate, *rest):  # type: ignore[no-untyped-def]
-    return torch.empty_like(x_TD), x_TD.new_empty(slots_N.shape[0] * w_up_gate.shape[1])
+    kept = x_TD.new_empty(slots_N.shape[0] * w_up_gate.shape[1] if rest[-1] else 0)
+    return torch.empty_like(x_TD), kept, torch.empty((), dtype=torch.int64)
 
 
 @torch.library.custom_op("moe_trainer::blocked_backward", mutates_args=())
 def blocked_backward(
     grad_TD: Tensor,
     kept: Tensor,
+    parts: Tensor,
     x_TD: Tensor,
     weights_TK: Tensor,
     slots_N: Tensor,
@@ -177,7 +191,7 @@ def blocked_backward(
     wide = torch.promote_types(x_TD.dtype, torch.float32)
     grad_weights_N = torch.empty_like(weights_N)
     offs = offs_E.tolist()
-    blocks = shares(offs, _parts(len(slots_N)))
+    blocks = shares(offs, int(parts))
     params = [w_up_gate, w_down, b_up_gate, b_down] if train_experts else []
     grads = [None if p is None else torch.empty_like(p) for p in params]
     for expert, (start, end) in enumerate(zip([0, *offs], offs, strict=False)):
@@ -247,7 +261,7 @@ def blocked_backward(
 
 
 @blocked_backward.register_fake
-def _(grad_TD, kept, x_TD, weights_TK, slots_N, offs_E, *rest):  # type: ignore[no-untyped-def]
+def _(grad_TD, kept, parts, x_TD, weights_TK, slots_N, offs_E, *rest):  # type: ignore[no-untyped-def]
     *params, _, _, _, train_experts = rest
     grads = [grad_TD.new_empty(0) if p is None else torch.empty_like(p) for p in params]
     return [torch.empty_like(x_TD), torch.empty_like(weights_TK), *(grads if train_experts else [])]
@@ -276,14 +290,14 @@ def _sum(parts: list[Tensor]) -> Tensor:
     return total
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, activation, alpha, limit = inputs
-    ctx.save_for_backward(output[1], *tensors)
-    ctx.mark_non_differentiable(output[1])
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    *tensors, activation, alpha, limit, _ = inputs
+    ctx.save_for_backward(*output[1:], *tensors)
+    ctx.mark_non_differentiable(*output[1:])
     ctx.settings = activation, alpha, limit
 
 
-def _backward(ctx: Any, grad_TD: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad_TD: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     train_experts = any(ctx.needs_input_grad[4:8])
     grad_x, grad_weights, *grads = blocked_backward(
         grad_TD.contiguous(), *ctx.saved_tensors, *ctx.settings, train_experts
@@ -292,7 +306,7 @@ def _backward(ctx: Any, grad_TD: Tensor, _: Tensor) -> tuple[Tensor | None, ...]
         grad if need and grad.numel() else None
         for grad, need in zip(grads or [grad_x] * 4, ctx.needs_input_grad[4:8], strict=True)
     ]
-    return grad_x, grad_weights, None, None, *params, None, None, None
+    return grad_x, grad_weights, None, None, *params, None, None, None, None
 
 
 blocked_forward.register_autograd(_backward, setup_context=_save)

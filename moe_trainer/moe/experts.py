@@ -99,8 +99,10 @@ class Experts(nn.Module):
             dtype = _compute_dtype(x_TD)
             params = (self.w_up_gate, self.w_down, self.b_up_gate, self.b_down)
             cast = [None if p is None else p.to(dtype) for p in params]
-            settings = self.activation, self.alpha, self.limit
-            y_TD, _ = blocked_forward(x_TD.to(dtype), weights_TK, slots_N, offs_E, *cast, *settings)
+            differentiable = (x_TD, weights_TK, *self.parameters())
+            keep = torch.is_grad_enabled() and any(value.requires_grad for value in differentiable)
+            settings = self.activation, self.alpha, self.limit, keep
+            y_TD, *_ = blocked_forward(x_TD.to(dtype), weights_TK, slots_N, offs_E, *cast, *settings)
             out: Tensor = y_TD.to(x_TD.dtype)
             return out
         rows_N = slots_N // weights_TK.shape[-1]

@@ -164,6 +164,21 @@ def test_threads_share_an_expert_and_repeat_bit_for_bit(num_experts: int, count:
         assert torch.equal(first, second)
 
 
+def test_number_of_threads_may_change_before_the_backward_pass() -> None:
+    experts = build(3, backend="loop")
+    x, weights, indices = route(MIN_ROWS_PER_THREAD * 4, 3, 1, 2)
+    slots, offs = plan(indices, 3)
+    torch.set_num_threads(1)
+    alone = gradients(experts.combine(x, weights, slots, offs), experts, x, weights)
+    torch.set_num_threads(3)
+    y = experts.combine(x, weights, slots, offs)
+    torch.set_num_threads(2)
+    for a, b in zip(gradients(y, experts, x, weights), alone, strict=True):
+        torch.testing.assert_close(a, b)
+    with torch.no_grad():
+        torch.testing.assert_close(experts.combine(x, weights, slots, offs), y.detach())
+
+
 def test_a_weight_of_zero_still_gets_its_gradient() -> None:
     experts = build(3)
     x, _, indices = route(6, 3, 2, 5)
