@@ -62,33 +62,41 @@ def shares(offs: list[int], parts: int) -> list[list[Block]]:
 
 
 class _Threads:
-    """Threads that run torch with one thread each; recreated after a fork or a change of their number."""
+    """Threads that run torch with one thread each; created on first use, and anew after a fork."""
 
     def __init__(self) -> None:
-        self.pool: ThreadPoolExecutor | None = None
-        self.size = 0
+        self.forget()
 
     def forget(self) -> None:
-        self.pool, self.size = None, 0
+        self.pool: ThreadPoolExecutor | None = None
+        self.size = 0
+        self.lock = threading.Lock()
 
     def map(self, work: Callable[[int], Any], count: int) -> list[Any]:
+        """work(0), ..., work(count - 1), each in a thread of its own; a single one in the caller's."""
         if count == 1:
             return [work(0)]
-        if self.pool is None or self.size < count:
-            threads = torch.get_num_threads()
-            self.pool = ThreadPoolExecutor(count, "moe-experts", initializer=lambda: torch.set_num_threads(1))
-            self.size = count
-            # All of them start now, because threads that start later inherit the last setting.
-            barrier = threading.Barrier(count)
-            for started in [self.pool.submit(barrier.wait) for _ in range(count)]:
-                started.result()
-            torch.set_num_threads(threads)
 
         def run(part: int) -> Any:
             with torch.no_grad():
                 return work(part)
 
-        return list(self.pool.map(run, range(count)))
+        return list(self._at_least(count).map(run, range(count)))
+
+    def _at_least(self, count: int) -> ThreadPoolExecutor:
+        with self.lock:
+            if self.pool is None or self.size < count:
+                threads = torch.get_num_threads()
+                self.size = count
+                self.pool = ThreadPoolExecutor(
+                    count, "moe-experts", initializer=lambda: torch.set_num_threads(1)
+                )
+                # All of them start now, because threads that start later inherit the last setting.
+                barrier = threading.Barrier(count)
+                for started in [self.pool.submit(barrier.wait) for _ in range(count)]:
+                    started.result()
+                torch.set_num_threads(threads)
+            return self.pool
 
 
 _threads = _Threads()

@@ -40,7 +40,8 @@ class Config(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             field = ".".join(str(part) for part in first["loc"])
-            raise ConfigError(f"{cls.__name__}.{field}", first["input"], first["msg"]) from None
+            value = None if first["type"] == "missing" else first["input"]
+            raise ConfigError(f"{cls.__name__}.{field}", value, first["msg"]) from None
 
     def _require(self, ok: bool, field: str, rule: str) -> None:
         if not ok:

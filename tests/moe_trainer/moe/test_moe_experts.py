@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -255,3 +257,20 @@ def test_initial_values_are_cut_at_three_deviations() -> None:
         values = [p.clone() for p in experts.parameters()]
     experts.reset_parameters(0.02, torch.Generator().manual_seed(1))
     assert all(itertools.starmap(torch.equal, zip(values, experts.parameters(), strict=True)))
+
+
+def test_threads_survive_a_fork() -> None:
+    """A data loader forks after the first step: the child starts threads of its own."""
+    code = """
+import os, torch
+from moe_trainer.moe.blocked import _threads
+torch.set_num_threads(2)
+one = _threads.map(lambda part: torch.get_num_threads(), 2)
+child = os.fork()
+if child == 0:
+    os._exit(0 if _threads.map(lambda part: part, 2) == [0, 1] else 1)
+status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+print(one, torch.get_num_threads(), status)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split("\n")[0] == "[1, 1] 2 0", done.stderr
