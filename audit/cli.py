@@ -48,7 +48,7 @@ for command in (policy_group, *cli_data.COMMANDS, *cli_reports.COMMANDS):
     show_default=True,
     help="What gives exit code 1; codes 2 to 5 stay.",
 )
-@opt.output_options("text", "json", "markdown", "junit", "sarif", "github")
+@opt.output_options("text", *io.VERDICT_FORMS)
 @click.option("--all-cells", is_flag=True, help="Also list the cells that pass (JSON).")
 @click.option("--quiet", "-q", is_flag=True, help="One line of text.")
 def check(

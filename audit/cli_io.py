@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from moe_audit.printable import printable
 from moe_audit.thresholds.errors import AuditError, UsageError
 from moe_audit.thresholds.gate_names import nearest
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 EXTENSIONS = {".json": "json", ".md": "markdown", ".xml": "junit", ".sarif": "sarif", ".txt": "text"}
 STDOUT = "-"
+VERDICT_FORMS = ("json", "markdown", "junit", "sarif", "github")
 
 
 class Command(click.Command):
@@ -48,9 +50,8 @@ Group.group_class = Group
 def run_command(group: click.Group, argv: Sequence[str] | None = None) -> NoReturn:
     """Runs a command line and exits: 0 or 1 by the command, 2 to 4 for the user's errors, 5 for ours.
 
-    Never a traceback.
-
-    With `--format json` an error also stands in the JSON object that the caller waits for.
+    Never a traceback. An error also stands in the JSON object, and in the other forms of a verdict, that the
+    caller waits for: none of them may look like a pass.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in args
@@ -90,9 +91,12 @@ def _fail(error: Exception, args: Sequence[str], debug: bool = False) -> NoRetur
     if verdict.exit_code == 5:
         remedy = "an internal error; the same command with --debug shows where"
     text = f"{verdict.error['message']} ({remedy})" if remedy else verdict.error["message"]
-    click.echo(f"moe-audit: error: {' '.join(text.split())}", err=True)
-    with contextlib.suppress(AuditError, click.ClickException):
-        deliver(verdict, [d for d in _pairs(args) if d[0] == "json"], quiet_text=True)
+    click.echo(f"moe-audit: error: {printable(' '.join(text.split()))}", err=True)
+    forms = VERDICT_FORMS if args[:1] == ["check"] else ("json",)
+    for pair in _pairs(args):
+        if pair[0] in forms:
+            with contextlib.suppress(AuditError):  # a file that cannot be written: the text is out already
+                deliver(verdict, [pair], quiet_text=True)
     _leave(verdict.exit_code)
 
 

@@ -1,4 +1,4 @@
-"""The errors a user can cause, each with a remedy. The lowest layer holds them: every layer may raise them."""
+"""The errors a user can cause, each with a remedy, in the lowest layer: every layer may raise them."""
 
 from __future__ import annotations
 

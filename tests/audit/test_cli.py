@@ -154,7 +154,7 @@ BAD = [
     ("check RUN --policy clasic", "did you mean 'classic'"),
     ("check RUN --format jsn", "did you mean 'json'"),
     ("check RUN --fail-on nevr", "did you mean 'never'"),
-    ("check RUN --format text --format junit", "two formats"),
+    ("metrics RUN --format text --format csv", "two formats"),
     ("check RUN --format json --output /nowhere/x.json", "/nowhere/x.json"),
     ("check /nowhere/run", "/nowhere/run"),
     ("metrics RUN --metric cvv", "did you mean 'cv'"),
@@ -232,6 +232,21 @@ def test_usage_errors_reach_those_who_wait_for_json(audit: Any, healthy: Path, t
     file = tmp_path / "v.json"
     code, out, _ = audit("check", "/nowhere", "--format", "json", "--output", file)
     assert (code, out, json.loads(file.read_text())["status"]) == (2, "", "ERROR")
+
+
+@pytest.mark.parametrize("format", ["json", "junit", "sarif", "markdown", "github"])
+def test_no_form_of_an_error_looks_like_a_pass(audit: Any, tmp_path: Path, format: str) -> None:
+    file = tmp_path / "out"
+    code, out, err = audit("check", "/nowhere/run", "--format", format, "--output", file, "--format", "text")
+    assert (code, out) == (2, "")
+    assert one_line(err)
+    assert "nowhere" in file.read_text()
+    assert "PASS" not in file.read_text().replace('"PASS": 0', "")
+
+
+def test_names_cannot_reach_the_terminal_as_codes(audit: Any) -> None:
+    _, _, err = audit("check", "/nowhere/\x1b[31mred")
+    assert "\x1b" not in err
 
 
 def test_a_fault_of_ours_is_one_line_and_5(
