@@ -1,6 +1,6 @@
 """The training gate: judges the last windows while training runs, and acts on the learning rate.
 
-One decision, made on rank 0 and sent to all: every rank acts from the same optimizer step on.
+One decision, made where the store is and sent to all: every rank acts from the same optimizer step on.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from moe_audit.checking import check
 from moe_audit.hooks.learning_rate import Groups, LearningRateOverride
 from moe_audit.hooks.recorder import Recorder
 from moe_audit.reports.json import to_dict
+from moe_audit.reports.notify import Notifier
 from moe_audit.reports.wording import sentence, status_name
 from moe_audit.run import open_run
 from moe_audit.thresholds.errors import AuditError, NoDataError, UsageError
@@ -27,7 +28,7 @@ from moe_audit.thresholds.policy import load_policy
 from moe_audit.verdict import Verdict
 
 Action = Literal["hold", "scale", "zero_router", "pause"]
-WAIT_FOR_DISK = 10.0  # seconds that a check waits for the writer; then it judges what is there
+WAIT_FOR_DISK, NO_WAIT = 10.0, 0.1  # seconds that a check waits for the writer; later ones, once that failed
 CHECKS_FOLDER = "checks"  # in the run folder: one report a check
 
 
@@ -53,6 +54,9 @@ class Decision:
     recorded: int  # last step that is in the store
     stride: int
 
+    def badness(self) -> tuple[int, bool]:
+        return self.failing_in_a_row, self.status in ("FAIL", "INVALID")
+
 
 class TrainingGate:
     """Judges every stride and acts on a failing window. It needs no call of its own in the loop:
@@ -73,7 +77,7 @@ class TrainingGate:
         factor: of `scale`.
         dry_run: judge, report and alert, but leave the learning rate alone.
         pause_when_severe: request a pause also after three disjoint failing windows in a row.
-        notify: takes each alert, e.g. a `moe_audit.reports.notify.Notifier`.
+        notify: takes each alert, from a thread of its own; e.g. a `moe_audit.reports.notify.Notifier`.
 
     Attributes:
         state: what it remembers; `state.status` is the last status in upper case.
@@ -110,15 +114,26 @@ class TrainingGate:
         self.cooldown = cooldown
         self.dry_run = dry_run
         self.pause_when_severe = pause_when_severe
-        self.notify = notify
-        self.state = GateState()
-        self.verdict: Verdict | None = None  # of the last check, on rank 0
-        self.override = (
-            None
-            if action == "pause"
-            else LearningRateOverride(optimizer, action, groups, recorder.router_parameters(), factor)
+        self.notifier = (
+            notify
+            if notify is None or isinstance(notify, Notifier)
+            else Notifier(min_interval=0.0, send=notify)
         )
+        self.state = GateState()
+        self.verdict: Verdict | None = None  # of the last check, where there is a store
+        self.override = None
+        if action != "pause":
+            self.override = LearningRateOverride(
+                optimizer,
+                action,
+                groups,
+                recorder.router_parameters(),
+                factor,
+                may_be_empty=not recorder.has_routers,
+            )
+        self._disk_is_slow = False
         recorder.on_step(self._step)
+        recorder.on_close(self._close)
 
     @property
     def pause_requested(self) -> bool:
@@ -157,7 +172,9 @@ class TrainingGate:
 
         `recorder.step` calls it every stride; call it before a checkpoint is kept, after `recorder.flush()`.
         """
-        decision = _from_rank_0(lambda: self._judge(step))
+        written = self.recorder.written(NO_WAIT if self._disk_is_slow else WAIT_FOR_DISK)
+        self._disk_is_slow = not written
+        decision = _agreed(self._judge(step, written) if self.recorder.writes else None)
         self.state.status = decision.status
         self.state.next_check = self._next_check(step, decision)
         self.state.failing_in_a_row = decision.failing_in_a_row
@@ -208,19 +225,27 @@ class TrainingGate:
     def _event(self, step: int, kind: str, **detail: Any) -> None:
         self.recorder.event(step, kind, {"action": self.action, **detail})
 
-    # -- judging, on rank 0 only
+    def _close(self) -> None:
+        """Without the recorder nothing would end an action."""
+        if self.override is not None:
+            self.override.stop()
+        if self.notifier is not None:
+            self.notifier.close()
 
-    def _judge(self, step: int) -> Decision:
+    # -- judging, where there is a store
+
+    def _judge(self, step: int, written: bool) -> Decision:
         """One check. An audit that cannot be made is told, and never stops training."""
-        if not self.recorder.written(WAIT_FOR_DISK):
+        if not written:
             warnings.warn(f"{self.recorder.path}: the last records wait for the disk", stacklevel=2)
         try:
             with open_run(self.recorder.path) as run:
                 self.verdict = check(run, self.policy, checkpoint=step)
         except NoDataError:
             return Decision("NO DATA", 0, 0, step, self.recorder.flush_every)
-        except AuditError as error:
-            warnings.warn(f"the training gate could not judge step {step}: {error}", stacklevel=2)
+        except Exception as error:  # not only AuditError: other ranks wait for this one
+            reason = error if isinstance(error, AuditError) else repr(error)
+            warnings.warn(f"the training gate could not judge step {step}: {reason}", stacklevel=2)
             return Decision("UNKNOWN", 0, 0, step, self.recorder.flush_every)
         self._write_report(step, self.verdict)
         self._alert(step, self.verdict)
@@ -247,21 +272,17 @@ class TrainingGate:
             return
         kind = "routing_severe" if alert.severe else "routing_failed"
         self.recorder.event(step, kind, {"title": alert.title, "body": alert.body})
-        if self.notify is not None:
-            try:
-                self.notify(alert)
-            except Exception as error:  # whatever a notifier does, training goes on
-                warnings.warn(f"alert {alert.title!r} could not be sent: {error}", stacklevel=2)
+        if self.notifier is not None:
+            self.notifier(alert)
 
 
-def _from_rank_0(decide: Callable[[], Decision]) -> Decision:
-    """What `decide` comes to on rank 0, on all ranks."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return decide()
-    decision: list[Any] = [decide() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(decision, src=0)
-    result: Decision = decision[0]
-    return result
+def _agreed(decision: Decision | None) -> Decision:
+    """The worst of all ranks' decisions, on all ranks; None: a rank without a store."""
+    decisions: list[Decision | None] = [decision]
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        decisions = [None] * dist.get_world_size()
+        dist.all_gather_object(decisions, decision)
+    return max((d for d in decisions if d is not None), key=Decision.badness)
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

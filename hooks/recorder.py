@@ -66,6 +66,7 @@ class Recorder:
         self._routers = [router.router for router in found]
         self._cut_waiting: Cut | None = None
         self._callbacks: list[Callable[[int], None]] = []
+        self._at_close: list[Callable[[], None]] = []
         self._warned: set[str] = set()
         self._closed = False
         if ranks.is_member:
@@ -155,6 +156,8 @@ class Recorder:
             return
         self._closed = True
         self._counting.detach()
+        for callback in self._at_close:
+            callback()
         try:
             self._settle(raising=False)
             if last_record and self._has_counts():
@@ -244,6 +247,20 @@ class Recorder:
     def on_step(self, callback: Callable[[int], None]) -> None:
         """Calls `callback(step)` at the end of each `step`, on all ranks, those that record nothing too."""
         self._callbacks.append(callback)
+
+    def on_close(self, callback: Callable[[], None]) -> None:
+        """Calls `callback()` when the recorder is closed."""
+        self._at_close.append(callback)
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank has a store of what is recorded."""
+        return self._writer is not None
+
+    @property
+    def has_routers(self) -> bool:
+        """Whether this rank has routers; a pipeline stage of dense blocks has none."""
+        return bool(self._routers)
 
     def router_parameters(self) -> list[nn.Parameter]:
         """The parameters of this rank's routers."""

@@ -40,8 +40,7 @@ class Notifier:
         self._last_sent: dict[bool, float] = {}
         self._held_back = 0
         self._queue: queue.Queue[Alert | None] = queue.Queue()
-        self._thread = threading.Thread(target=self._run, name="moe-audit-notify", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
 
     def __call__(self, alert: Alert) -> None:
         """Queues an alert and returns at once."""
@@ -58,11 +57,16 @@ class Notifier:
             )
             self._held_back = 0
         self._queue.put(alert)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="moe-audit-notify", daemon=True)
+            self._thread.start()
 
     def close(self, timeout: float = 5.0) -> None:
-        """Lets queued alerts leave, for at most `timeout` seconds."""
-        self._queue.put(None)
-        self._thread.join(timeout)
+        """Lets queued alerts leave, for at most `timeout` seconds. A later alert opens it again."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._queue.put(None)
+            thread.join(timeout)
 
     def _run(self) -> None:
         while (alert := self._queue.get()) is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +16,7 @@ from torch import nn
 from moe_audit.alerts import Alert
 from moe_audit.hooks import Recorder, TrainingGate
 from moe_audit.record import ATTACHED, CLOSED
+from moe_audit.reports.notify import Notifier
 from moe_audit.run import Event, open_run
 from moe_audit.thresholds.errors import UsageError
 
@@ -145,12 +148,20 @@ def test_three_failing_windows_in_a_row_are_severe(run: Any) -> None:
     assert out.last == of_kind(out.events, "pause_requested")[0][0]
 
 
-def test_a_notifier_that_fails_does_not_stop_training(run: Any) -> None:
-    def broken(alert: Alert) -> None:
+@pytest.mark.parametrize("how", ["fails", "hangs"])
+def test_a_bad_notifier_does_not_stop_training(run: Any, monkeypatch: Any, how: str) -> None:
+    released = threading.Event()
+
+    def notify(alert: Alert) -> None:
+        if how == "hangs":
+            released.wait(60)
         raise ConnectionError("no route")
 
-    with pytest.warns(UserWarning, match="could not be sent"):
-        assert run(sick_between(13, 20), notify=broken).last == 60
+    monkeypatch.setattr(Notifier.close, "__defaults__", (0.1,))
+    started = time.perf_counter()
+    assert run(sick_between(13, 20), notify=notify).last == 60
+    assert time.perf_counter() - started < 30
+    released.set()
 
 
 def test_each_check_leaves_its_report(run: Any, tmp_path: Any) -> None:
