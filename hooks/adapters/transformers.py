@@ -29,12 +29,20 @@ from moe_audit.hooks.adapters.form import (
 from moe_audit.store import LayerInfo
 from moe_audit.thresholds.errors import UsageError
 
-# Families whose gate is a sigmoid of each logit; all others take a softmax over the experts.
-SIGMOID_FAMILIES = (
+# Families whose gate is a sigmoid of each logit, or a softmax over the experts. Of others only the choice is
+# read, no probabilities.
+SIGMOID = (
     "afmoe axk1 axk2 bailing_hybrid beam deepseek_v3 deepseek_v32 dots1 dots3_note exaone_moe flint glm4_moe "
     "glm4_moe_lite glm4v_moe glm5_next glm_moe_dsa hy_v3 hy_v4 hy_v4_vl inkling kimi_linear kolibri1 laguna "
     "lfm2_moe llama4 mimo_v2_flash minimax_m2 minimax_m3_vl muse_spark nemotron_h solar_open step3p7"
 )
+SOFTMAX = (
+    "aria deepseek_ocr2 deepseek_v2 ernie4_5_moe flex_olmo gpt_oss granitemoe granitemoe_swa "
+    "granitemoehybrid granitemoeshared hunyuan_v1_moe jamba jetmoe lara_mini mellum minimax mistral4 "
+    "mistral_large4 mixtral olmoe openai_privacy_filter phimoe qwen2_moe qwen3_5_moe qwen3_moe qwen3_next "
+    "qwen3_omni_moe qwen3_vl_moe qwen4_exp unlimited_ocr"
+)
+GATES = dict.fromkeys(SIGMOID.split(), "sigmoid") | dict.fromkeys(SOFTMAX.split(), "softmax")
 # How modules of experts call the ids and weights that they take behind the hidden states.
 EXPERT_ARGUMENTS = (("top_k_index", "top_k_weights"), ("router_indices", "routing_weights"))
 # From here on the common form holds in all families. Before, some returned probabilities as the first element
@@ -71,7 +79,7 @@ def router_classes(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         for spec in specs if isinstance(specs, list | tuple) else (specs,):
             target: Any = getattr(spec, "target_class", spec)
             for name, module in root.named_modules():
-                if isinstance(module, target):
+                if target is not None and isinstance(module, target):
                     yield f"{root_name}.{name}".strip("."), module
 
 
@@ -80,21 +88,15 @@ class TransformersAdapter(Adapter):
 
     kind: ClassVar[Literal["logits", "probs"] | None] = "logits"
 
-    def gating(self, module: Any, parent: Any) -> str:
-        """The function that makes probabilities of logits."""
-        chosen = getattr(module, "expert_selection_fn", None)
-        return (
-            chosen
-            if chosen is not None
-            else "sigmoid"
-            if family(module) in SIGMOID_FAMILIES.split()
-            else "softmax"
-        )
+    def gating(self, module: Any) -> str | None:
+        """The function that makes probabilities of logits; None: not known."""
+        chosen: str | None = getattr(module, "expert_selection_fn", None)  # Cohere2
+        return chosen or GATES.get(family(module))
 
     def describe(self, name: str, module: Any, parent: Any) -> LayerInfo:
         more = (parent, getattr(parent, "config", None))
         experts = expert_count(module, *more)
-        return LayerInfo(-1, name, experts, pick_count(module, *more), gating=self.gating(module, parent))
+        return LayerInfo(-1, name, experts, pick_count(module, *more), gating=self.gating(module))
 
 
 @register
@@ -147,7 +149,8 @@ class TransformersRouter(TransformersAdapter):
 
     def observe(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Observation:
         top_k = cast("int", pick_count(module))
-        return by_form(output, expert_count(module), top_k, class_name(module), self.kind)
+        kind = self.kind if self.kind == "probs" or self.gating(module) else None
+        return by_form(output, expert_count(module), top_k, class_name(module), kind)
 
 
 class SpecialRouter(TransformersRouter):
@@ -179,10 +182,9 @@ class ScoreFunctionRouter(SpecialRouter):
     )
 
     def observe(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Observation:
-        seen = super().observe(module, args, kwargs, output)
-        if seen.full_TE is None:
-            return seen
-        return seen._replace(full_TE=module.score_fn(seen.full_TE), full_kind="probs")
+        seen = by_form(output, module.num_experts, module.top_k, class_name(module), "logits")
+        scores = None if seen.full_TE is None else module.score_fn(seen.full_TE)
+        return seen._replace(full_TE=scores, full_kind=None if scores is None else "probs")
 
 
 @register
