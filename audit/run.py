@@ -6,8 +6,6 @@ Shapes: R records, S sources, E experts of a layer.
 from __future__ import annotations
 
 import json
-import math
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from moe_audit.arrays import Array, decode
 from moe_audit.read_only import ReadOnly, damaged
 from moe_audit.record import (
     ATTACHED,
@@ -30,7 +29,6 @@ from moe_audit.record import (
     Ints,
     LayerInfo,
     LayerRecord,
-    crc_seed,
     record_crc,
 )
 from moe_audit.spill import spilled_records
@@ -38,8 +36,6 @@ from moe_audit.thresholds.errors import StoreError, UsageError
 
 STORE_NAME = "routing.db"
 MAX_EXPERTS = 2**20  # more is damage: it keeps a flipped bit from asking for all memory
-
-Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -142,6 +138,9 @@ class Run:
                 " ORDER BY layer"
             )
         ]
+        unknown = set().union(*self._rows_of_layer.values()) - {info.layer for info in self.layers}
+        if unknown:
+            raise damaged(self.path, f"it has rows of layers that it does not have: {unknown}")
         self.sources = [str(name) for (name,) in self._rows("SELECT name FROM source ORDER BY source")]
         columns = "attempt, start_step, started_at, world_size"
         self.attempts = [
@@ -310,30 +309,7 @@ class Run:
         return out
 
     def _array(self, column: str, info: LayerInfo, record: int, blob: Any, crc: Any) -> Array:
-        """One BLOB as a read-only array, once its size and its checksum are found right."""
-        place, dtype, per_source, tail = _COLUMNS[column]
-        if not isinstance(blob, bytes) or not isinstance(crc, bytes | None):
-            raise damaged(self.path, f"record {record}, layer {info.layer}: {column} is no BLOB")
-        if crc is not None:
-            written = int.from_bytes(crc[4 * place : 4 * place + 4], "little")
-            if written != zlib.crc32(blob, crc_seed(record, info.layer)):
-                raise damaged(
-                    self.path,
-                    f"record {record}, layer {info.layer}: {column} is not what was written (checksum)",
-                )
-        shape = tuple(info.num_experts if n < 0 else n for n in tail)
-        row = dtype.itemsize * math.prod(shape)
-        S = len(self.sources) if per_source else 1
-        have, rest = divmod(len(blob), row)
-        if rest or have == 0 or have > S or (have < S and crc is None):
-            raise damaged(
-                self.path,
-                f"record {record}, layer {info.layer}: {column} has {len(blob)} bytes where {S * row} belong",
-            )
-        array = np.frombuffer(blob, dtype).reshape(*((have,) if per_source else ()), *shape)
-        if have < S:  # written before the last sources were added
-            array = np.concatenate([array, np.zeros((S - have, *shape), dtype)])
-        return array
+        return decode(self.path, len(self.sources), info.num_experts, column, record, info.layer, blob, crc)
 
     def _integers(self, table: str, column: str, layer: int) -> Ints:
         out = np.zeros(len(self.records), dtype=np.int64)
@@ -345,20 +321,6 @@ class Run:
                     raise damaged(self.path, f"record {record}, layer {layer}: {column} is no integer")
                 out[r] = value
         return out
-
-
-# Of each array: its place in the row's checksums, its type, whether it has a row a source, the rest of its
-# shape (-1: experts).
-_COLUMNS: dict[str, tuple[int, np.dtype[Any], bool, tuple[int, ...]]] = {
-    **{
-        name: (place, np.dtype(dtype), True, {"tokens": (), "top1": (2,)}.get(name, (-1,)))
-        for place, (name, dtype) in enumerate(LOAD_DTYPES.items())
-    },
-    **{
-        name: (place, np.dtype(dtype), False, (-1,))
-        for place, (name, dtype) in enumerate(STAT_DTYPES.items())
-    },
-}
 
 
 _FIELDS = {  # of `LayerRecord`

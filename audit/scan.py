@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from moe_audit.arrays import COLUMNS, decode
 from moe_audit.read_only import damaged
 from moe_audit.record import LOAD_DTYPES, STAT_DTYPES, LayerInfo, crc_seed
 from moe_audit.run import Run
@@ -30,7 +31,6 @@ _TABLES: dict[str, tuple[Mapping[str, str], str]] = {
     "load": (LOAD_DTYPES, "invalid"),
     "layer_stat": (STAT_DTYPES, "calls"),
 }
-_PER_SOURCE = {"counts": (-1,), "prob_sum": (-1,), "tokens": (), "top1": (2,)}  # -1: experts
 
 
 @dataclass(frozen=True)
@@ -157,34 +157,33 @@ class _Decoder:
                 raise key_n.damaged(0, "crc")
             stored = stored.reshape(len(crcs), -1)
         arrays: dict[str, Array | None] = {}
-        for column, (name, dtype) in enumerate(self.dtypes.items()):
+        for column, name in enumerate(self.dtypes):
             expected = None if stored is None else stored[:, column]
             values = blobs[column]
-            arrays[name] = (
-                None if values[0] is None else self._stack(key_n, name, np.dtype(dtype), values, expected)
-            )
+            arrays[name] = None if values[0] is None else self._stack(key_n, name, values, crcs, expected)
         arrays[self.scalar] = scalar_n = None if scalars[0] is None else np.array(scalars)
         if scalar_n is not None and scalar_n.dtype != np.int64:
             raise key_n.damaged(0, self.scalar)
         return arrays
 
     def _stack(
-        self, key_n: _Keys, name: str, dtype: np.dtype[Any], values: tuple[Any, ...], expected: Array | None
+        self, key_n: _Keys, name: str, values: tuple[Any, ...], crcs: tuple[Any, ...], expected: Array | None
     ) -> Array:
-        """The blobs of one column as one array [n, ...]."""
-        tail = tuple(self.num_experts if d < 0 else d for d in _PER_SOURCE.get(name, (-1,)))
-        row = math.prod(tail) * dtype.itemsize
-        S = len(self.run.sources) if name in _PER_SOURCE else 1
+        """The blobs of one column as one array [n, ...]; together, or one by one where something is odd."""
+        column, n = COLUMNS[name], len(values)
+        sources = (len(self.run.sources),) if column.per_source else ()
+        size = column.row_bytes(self.num_experts) * math.prod(sources)
         joined = _join(key_n, name, values)
         if expected is None:
-            right = all(len(v) == S * row for v in values)
+            right = all(len(v) == size for v in values)
         else:  # no need to look at each length: the checksums would not match
-            right = len(joined) == S * row * len(values) and (
-                list(map(zlib.crc32, values, key_n.seeds)) == expected.tolist()
-            )
-        if not right:
-            joined = b"".join(_mended(key_n, name, values, expected, row, S))
-        return np.frombuffer(joined, dtype).reshape(-1, *((S,) if name in _PER_SOURCE else ()), *tail)
+            checksums = list(map(zlib.crc32, values, key_n.seeds))
+            right = len(joined) == size * n and checksums == expected.tolist()
+        if right:
+            return np.frombuffer(joined, column.dtype).reshape(n, *sources, *column.shape(self.num_experts))
+        keys = zip(key_n.record_n.tolist(), key_n.layer_n.tolist(), values, crcs, strict=True)
+        path, S = self.run.path, len(self.run.sources)
+        return np.stack([decode(path, S, self.num_experts, name, *row) for row in keys])
 
 
 class _Keys:
@@ -204,16 +203,3 @@ def _join(key_n: _Keys, name: str, values: tuple[Any, ...]) -> bytes:
         return b"".join(values)
     except TypeError as error:
         raise key_n.damaged(0, name) from error
-
-
-def _mended(
-    key_n: _Keys, name: str, values: tuple[bytes, ...], expected: Array | None, row: int, S: int
-) -> Iterator[bytes]:
-    """Each blob by itself. One written before the last sources were added lacks their rows: zeros."""
-    for n, blob in enumerate(values):
-        rows, rest = divmod(len(blob), row)
-        if rest or not 0 < rows <= S or (rows < S and expected is None):
-            raise key_n.damaged(n, name)
-        if expected is not None and zlib.crc32(blob, key_n.seeds[n]) != int(expected[n]):
-            raise key_n.damaged(n, name)
-        yield blob + bytes(row * (S - rows))
