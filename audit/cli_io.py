@@ -119,6 +119,8 @@ def _pairs(args: Sequence[str]) -> list[tuple[str, str]]:
     position = 0
     while position < len(args):
         name, equals, value = args[position].partition("=")
+        if args[position][:2] in ("-f", "-o") and len(args[position]) > 2:  # -fjson
+            name, equals, value = args[position][:2], "glued", args[position][2:]
         if name in ("--format", "--output", "-f", "-o"):
             if not equals:
                 position += 1
@@ -195,8 +197,11 @@ def deliver(
             if quiet_text:
                 continue
             terminal = path == STDOUT and sys.stdout.isatty()
-            width = os.get_terminal_size(sys.stdout.fileno()).columns if terminal else None
-            options = {"quiet": quiet, "color": color and terminal, "width": width}
+            options = {"quiet": quiet, "color": color and terminal}
+            if terminal:
+                import shutil
+
+                options["width"] = shutil.get_terminal_size().columns
         write(render(verdict, format, **options), path)
 
 

@@ -279,6 +279,8 @@ def test_formats_and_their_files(audit: Any, sick: Path, tmp_path: Path) -> None
     assert "FAIL" in files[1].read_text()
     audit("check", sick, "--length", 20, "--output", files[0], "--format", "markdown")  # in either order
     assert "| " in files[0].read_text()
+    _, out, _ = audit("check", sick, "--length", 20, "-fjson")
+    assert json.loads(out)["status"] == "FAIL"
     audit("check", sick, "--length", 20, "-o", tmp_path / "by_ending.json")
     assert json.loads((tmp_path / "by_ending.json").read_text())["exit_code"] == 1
 
