@@ -126,9 +126,9 @@ scope_options = options(
     click.option("--stride", type=POSITIVE, metavar="STEPS", help="Steps between the ends of two windows."),
     click.option("--last", type=POSITIVE, metavar="N", help="Judge the last N windows only."),
     click.option(
-        "--from", "first", type=STEP, metavar="STEP", help="Only records that begin at STEP or later."
+        "--from", "first", type=STEP, metavar="STEP", help="Only records that begin at STEP or after."
     ),
-    click.option("--to", "until", type=STEP, metavar="STEP", help="Only records that end at STEP or earlier."),
+    click.option("--to", "until", type=STEP, metavar="STEP", help="Only records that end by STEP."),
     click.option(
         "--layer",
         "layers",
