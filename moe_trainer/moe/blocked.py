@@ -88,15 +88,19 @@ class _Threads:
             if self.pool is None or self.size < count:
                 threads = torch.get_num_threads()
                 self.size = count
-                self.pool = ThreadPoolExecutor(
-                    count, "moe-experts", initializer=lambda: torch.set_num_threads(1)
-                )
+                self.pool = ThreadPoolExecutor(count, "moe-experts", initializer=_use_one_thread)
                 # All of them start now, because threads that start later inherit the last setting.
                 barrier = threading.Barrier(count)
                 for started in [self.pool.submit(barrier.wait) for _ in range(count)]:
                     started.result()
                 torch.set_num_threads(threads)
             return self.pool
+
+
+def _use_one_thread() -> None:
+    # A thread's first question sets it to the process-wide number: ask first, then set.
+    torch.get_num_threads()
+    torch.set_num_threads(1)
 
 
 _threads = _Threads()
