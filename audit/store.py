@@ -96,7 +96,8 @@ class Store:
             check_format(connection, path)
             store = cls(connection, path, write_ahead(connection))
             if store.get_meta("journal_mode") != store.journal_mode:
-                store.set_meta({"journal_mode": store.journal_mode})
+                with suppress(sqlite3.OperationalError):  # locked just now: the next one to open it says so
+                    store.set_meta({"journal_mode": store.journal_mode})
         except BaseException:
             connection.close()
             raise

@@ -9,7 +9,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
-from moe_audit.spill import absorb
+from moe_audit.spill import absorb, spill_paths
 from moe_audit.store import (
     UNLABELLED,
     LayerInfo,
@@ -44,8 +44,11 @@ class StoreFile:
         self._store: Store | None = None
         self._inode: tuple[int, int] | None = None
 
-    def prepare(self, *, resume: bool) -> None:
+    def prepare(self, *, resume: bool) -> Path | None:
         """Makes the store, or sees that it can be resumed and takes in what an earlier attempt had spilled.
+
+        Returns:
+            The spill file, if the store cannot be written just now: its records are to go in before others.
 
         Raises:
             UsageError: it exists and is not to be resumed, has other layers or sources, or cannot be made.
@@ -55,11 +58,15 @@ class StoreFile:
         check_layers(self.layers)
         if not (resume and self.path.exists()):
             Store.create(self.path, self.layers, self.sources, self.meta).close()
-            return
+            return None
         try:
             with closing(Store.open(self.path)) as store:
                 _check_same(store, self.layers, self.sources)
-                absorb(store)
+                try:
+                    absorb(store)
+                except sqlite3.OperationalError:
+                    return next((path for path in spill_paths(self.path) if path.is_file()), None)
+                return None
         except (sqlite3.Error, OSError) as error:
             raise StoreError(
                 f"{self.path} cannot be resumed: {error}", "free the lock, the disk or the permission"

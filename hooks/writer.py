@@ -111,8 +111,9 @@ class Writer:
         self.world_size = world_size
         self._file = StoreFile(self.path, layers, sources, meta or {})
         self._num_experts = {info.layer: info.num_experts for info in layers}
-        self._file.prepare(resume=resume)
+        spilled = self._file.prepare(resume=resume)
         self._queue = _Queue()
+        self._queue.spill_path = spilled
         _writers.add(self)
 
     def begin(self, start_step: int) -> None:

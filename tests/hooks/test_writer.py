@@ -190,6 +190,28 @@ def test_what_close_had_to_spill_comes_back(tmp_path, make_record, way):
     assert steps_of(path) == wanted
 
 
+def test_a_resume_while_the_store_is_locked(tmp_path, make_record, monkeypatch):
+    """What waits in the spill file goes in before the records of the new attempt."""
+    path = tmp_path / "routing.db"
+    monkeypatch.setattr(Store.open.__func__, "__kwdefaults__", {"timeout": 0.1})
+    w = Writer(path, LAYERS, SOURCES)
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        for step in range(1, 11):
+            w.submit(make_record(step))
+        assert w.close(timeout=0.1).spilled == 10
+        w = Writer(path, LAYERS, SOURCES, resume=True)
+        for step in range(6, 13):
+            w.submit(make_record(step))
+        assert not w.flush(timeout=0.3)
+        other.execute("ROLLBACK")
+    assert w.close().lost == 0
+    assert steps_of(path) == list(range(1, 13))
+    check_whole(path, make_record)
+    with open_run(path) as run:
+        assert [a.start_step for a in run.attempts] == [1, 6] and run.superseded == 5
+
+
 def test_a_torn_spill_gives_back_its_whole_records(tmp_path, make_record):
     path = tmp_path / "routing.db"
     w = Writer(path, LAYERS, SOURCES)
