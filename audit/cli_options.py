@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from moe_audit.thresholds.errors import UsageError
-from moe_audit.thresholds.gate_names import nearest
+from moe_audit.thresholds.gate_names import MAX_WHOLE, nearest
 
 if TYPE_CHECKING:
     from moe_audit.run import Run
@@ -30,7 +30,7 @@ def options(*decorators: Callable[[Any], Any]) -> Callable[[F], F]:
 
 
 class Whole(click.ParamType[int]):
-    """A whole number of at least `low`."""
+    """A whole number from `low` to MAX_WHOLE."""
 
     name = "number"
 
@@ -44,6 +44,8 @@ class Whole(click.ParamType[int]):
             number = self.low - 1
         if number < self.low:
             self.fail(f"{value!r} is no whole number of at least {self.low}", param, ctx)
+        if number > MAX_WHOLE:
+            self.fail(f"{value!r} exceeds {MAX_WHOLE}", param, ctx)
         return number
 
 
@@ -211,11 +213,13 @@ def layer_numbers(run: Run, wanted: Sequence[str]) -> list[int] | None:
 
 
 def source_names(run: Run, wanted: Sequence[str]) -> list[str] | None:
-    """Sources as named; None: all.
+    """Sources as named; None: all, which "all" stands for as it does in cells.
 
     Raises:
         UsageError: the run has no such source.
     """
+    if "all" in wanted:
+        return None
     for name in wanted:
         if name not in run.sources:
             raise UsageError(f"{run.path} has no source {name!r}", nearest(name, run.sources))

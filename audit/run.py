@@ -33,6 +33,7 @@ from moe_audit.record import (
 )
 from moe_audit.spill import spilled_records
 from moe_audit.thresholds.errors import StoreError, UsageError
+from moe_audit.windows import Tail
 
 STORE_NAME = "routing.db"
 MAX_EXPERTS = 2**20  # more is damage: it keeps a flipped bit from asking for all memory
@@ -103,12 +104,15 @@ class Run:
         spilled: How many records wait in the spill file beside the store, not counted here.
     """
 
-    def __init__(self, path: Path, phase: str = "train") -> None:
+    def __init__(self, path: Path, phase: str = "train", tail: Tail | None = None) -> None:
         self.path = path
         self.phase = phase
+        self.tail = tail
         self._db = ReadOnly(path)
+        self._rows_of_layer: dict[str, dict[int, int]] = {}
         try:
-            self._check_rows()
+            if tail is None:
+                self._check_rows()
             self._read_tables(phase)
         except BaseException:
             self._db.close()
@@ -116,11 +120,12 @@ class Run:
 
     def _check_rows(self) -> None:
         """Pages that hold fewer rows than were written look sound to a query."""
-        for table in ("meta", "layer", "source", "attempt", "record", "event"):
+        small = ("meta", "layer", "source", "attempt", "record", "event", "_sqlite_migrations")
+        here = {name for (name,) in self._rows("SELECT name FROM sqlite_schema WHERE type = 'table'")}
+        for table in (name for name in small if name in here):
             for (found,) in self._rows(f"PRAGMA quick_check('{table}')"):
                 if found != "ok":
                     raise damaged(self.path, str(found).splitlines()[-1])
-        self._rows_of_layer: dict[str, dict[int, int]] = {}
         for table, column in (("load", "load_rows"), ("layer_stat", "stat_rows")):
             known, rows = self._rows(f"SELECT total({column} IS NULL) = 0, total({column}) FROM record")[0]
             by_layer = self._rows(f"SELECT layer, count(*) FROM {table} GROUP BY layer")
@@ -149,9 +154,11 @@ class Run:
         ]
         # All records, so that a damaged one cannot hide in another phase.
         columns = ", ".join(RECORD_COLUMNS)
+        later = "SELECT 1 FROM attempt a WHERE a.attempt > r.attempt AND a.start_step <= r.last_step"
         rows = self._rows(
-            f"SELECT record, {columns}, crc, record IN (SELECT record FROM live_record) FROM record"
-            " ORDER BY last_step, record"
+            f"SELECT record, {columns}, crc, NOT EXISTS ({later}) FROM record r WHERE record >= ?"
+            " ORDER BY last_step, record",
+            0 if self.tail is None else self.tail.record,
         )
         every = [(_record_info(self.path, row[:-1]), bool(row[-1])) for row in rows]
         self._known = {info.record for info, _ in every}
@@ -334,8 +341,13 @@ def store_file(path: Path) -> Path:
     return path / STORE_NAME if path.is_dir() else path
 
 
-def open_run(path: str | Path, phase: str = "train") -> Run:
+def open_run(path: str | Path, phase: str = "train", tail: Tail | None = None) -> Run:
     """Opens a run folder that holds `routing.db`, or the file itself, read-only.
+
+    Args:
+        path: See above.
+        phase: Of the records.
+        tail: Read no earlier records, and check their rows only; for `check(..., checkpoint=...)`.
 
     Raises:
         UsageError: nothing is there.
@@ -352,7 +364,7 @@ def open_run(path: str | Path, phase: str = "train") -> Run:
                 raise StoreError(f"{file} is empty", "no run was recorded in it")
     except OSError as error:
         raise StoreError(f"{path} cannot be read: {error}", "see its permissions") from error
-    return Run(file, phase)
+    return Run(file, phase, tail)
 
 
 def _typed(path: Path, what: str, row: Sequence[Any], types: Sequence[type | UnionType]) -> Sequence[Any]:

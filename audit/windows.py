@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_audit.thresholds.errors import NoDataError, UsageError
+from moe_audit.thresholds.gate_names import MAX_WHOLE
 
 Ints = npt.NDArray[np.int64]
 CHECKPOINT_WINDOWS = 5  # what `--checkpoint` and the training gate judge
@@ -41,6 +42,19 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class Tail:
+    """The end of a run that grows, and where its windows are anchored: all that a later check must read.
+
+    Attributes:
+        record: Number of the first record.
+        anchor: Step at which the windows of the whole run begin.
+    """
+
+    record: int
+    anchor: int
+
+
+@dataclass(frozen=True)
 class Windows:
     """Windows by step over R records. Window w holds the records `lo_W[w]` to `hi_W[w] - 1`.
 
@@ -51,6 +65,7 @@ class Windows:
         judged_W: False for windows that are only shown: they begin in the warm-up, or before the last few.
         previous_W: The last window that does not overlap (or `lag` windows back); -1 where there is none.
         unjudged_steps: Steps at the end of the run that fill no window yet.
+        anchor: Step at which the first window after the warm-up begins.
     """
 
     layout: Layout
@@ -61,6 +76,7 @@ class Windows:
     judged_W: npt.NDArray[np.bool_]
     previous_W: Ints
     unjudged_steps: int
+    anchor: int
 
     def __len__(self) -> int:
         return len(self.lo_W)
@@ -99,6 +115,7 @@ def choose_layout(
     stride: int | None = None,
     policy_length: int | None = None,
     policy_stride: int | None = None,
+    anchor: int | None = None,
 ) -> Layout:
     """Length and stride from, in this order: the call, the policy, `meta`, auto.
 
@@ -121,10 +138,12 @@ def choose_layout(
     elif (cycle := positive_int(meta.get("shard_cycle_steps"))) is not None:
         length, origin = CYCLES_PER_WINDOW * cycle, "meta: 10 x shard_cycle_steps"
     else:
-        steps = min(AUTO_LENGTH, _judged_steps(records, warmup_steps(meta)) // 3)
+        steps = min(AUTO_LENGTH, _judged_steps(records, warmup_steps(meta), anchor) // 3)
         in_records = steps // spacing
         in_records -= in_records % 2 if in_records > 1 else 0
         length, origin = max(in_records, 1) * spacing, "auto"
+    if length > MAX_WHOLE:
+        raise UsageError(f"window length {length} ({origin}) exceeds {MAX_WHOLE}", "give it in steps")
     if stride is None and policy_stride is not None and policy_stride <= length:
         stride = policy_stride
     if stride is None:
@@ -144,6 +163,7 @@ def lay_out(
     lag: int | None = None,
     until: int | None = None,
     last: int | None = None,
+    anchor: int | None = None,
 ) -> Windows:
     """Windows over records in order of their steps.
 
@@ -158,6 +178,7 @@ def lay_out(
         lag: How many windows back the stability metrics compare; None: the last that does not overlap.
         until: Step at which the last window may end, when more was recorded than `records`.
         last: Judge only so many windows, the last ones.
+        anchor: Of the windows, where records before the first are left out.
 
     Raises:
         NoDataError: there is no record.
@@ -168,7 +189,8 @@ def lay_out(
     first_R = np.array([r.first_step for r in records], dtype=np.int64)
     end = max(int(last_R[-1]), until or 0)
     after = first_R > warmup
-    anchor = _begin(records, int(after.argmax()))
+    if anchor is None:
+        anchor = _begin(records, int(after.argmax()))
     back = -(-max(anchor - int(first_R[0]), 0) // layout.stride)
     starts = np.arange(anchor - back * layout.stride, end - layout.length + 2, layout.stride, dtype=np.int64)
     starts = starts[starts + layout.length - 1 >= int(last_R[0])]
@@ -195,6 +217,7 @@ def lay_out(
         judged_W,
         _previous(lo_W, hi_W, first_R[lo_W] > warmup, lag),
         int(last_R[-1] - last_R[hi_W[-1] - 1]),
+        anchor,
     )
 
 
@@ -242,6 +265,8 @@ def positive_int(value: Any) -> int | None:
     return number if number > 0 else None
 
 
-def _judged_steps(records: Sequence[Steps], warmup: int) -> int:
+def _judged_steps(records: Sequence[Steps], warmup: int, anchor: int | None) -> int:
+    if anchor is not None:
+        return records[-1].last_step - anchor + 1
     r = next((r for r, record in enumerate(records) if record.first_step > warmup), None)
     return 0 if r is None else records[-1].last_step - _begin(records, r) + 1

@@ -132,6 +132,7 @@ def _gates() -> Iterable[GateInfo]:
 GATES: dict[str, GateInfo] = {gate.name: gate for gate in _gates()}
 
 
+MAX_WHOLE = 2**53  # of steps and sizes: exact as a float, and sums of them stay within 64 bits
 TOLERANCE = 1e-12  # a value at the limit, but for the rounding of its arithmetic, is at the limit
 
 

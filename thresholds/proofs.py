@@ -201,7 +201,11 @@ def _ranges(limits: dict[str, Limit], s: Setting) -> Iterator[Finding]:
                 message = f"{condition} {level}s for every router: perfectly even routing has {perfect:.4g}"
                 bound = f"perfect {gate} = {perfect:.4g} {limit.op} {value:.4g}"
                 yield Finding("always", gate, level, message, bound)
-            elif gate in _SMOOTH and math.isclose(perfect, value, rel_tol=1e-9):
+            elif (
+                gate in _SMOOTH
+                and math.isclose(perfect, value, rel_tol=1e-9)
+                and not math.isclose(perfect, worst, rel_tol=1e-9, abs_tol=1e-12)
+            ):
                 message = f"{condition} {level}s for all but exactly even counts: no room for chance"
                 yield Finding("always", gate, level, message, f"limit = perfect {gate} = {perfect:.4g}")
             elif not breaches(limit.op, worst, value):
@@ -334,7 +338,7 @@ def _blind(policy: Policy, limits: dict[str, Limit], s: Setting) -> Iterator[Fin
     if not value or N < 2:
         return
     hot = max(1, round(0.3 * N))
-    share = extremes.packed_share(N, hot, value)
+    share = min(extremes.packed_share(N, hot, value), hot / s.top_k)  # a token picks an expert once
     if share <= hot / N * 1.5:
         return
     seen = [g for g in ("cramers_v", "association_rel", "max_lift", "max_monopoly") if g in limits]

@@ -139,6 +139,8 @@ BAD = [
     ("check", "RUN"),
     ("check RUN --lenght 3", "--length"),
     ("check RUN --length 0", "'0'"),
+    ("check RUN --length 1000000000000000000000000000000", "exceeds"),
+    ("check RUN --checkpoint 99999999999999999999", "exceeds"),
     ("check RUN --length nan", "'nan'"),
     ("check RUN --length -5", "'-5'"),
     ("check RUN --length 1.5", "'1.5'"),
@@ -333,6 +335,9 @@ def test_scope_options_reach_the_engine(audit: Any, sick: Path) -> None:
     assert content["run"]["last_step"] == 80
     _, out, _ = audit("check", sick, "--length", 20, "--layer", "0-1", "--format", "json")
     assert json.loads(out)["run"]["layers"] == [0, 1]
+    _, named, _ = audit("check", sick, "--length", 20, "--source", "all", "--format", "json")
+    _, every, _ = audit("check", sick, "--length", 20, "--format", "json")
+    assert named == every
 
 
 def test_policy_of_the_folder_is_used_and_named(

@@ -195,6 +195,17 @@ def test_a_page_that_lost_rows_is_not_a_shorter_run(tmp_path, make_record):
     assert seen > 20
 
 
+def test_a_page_that_was_overwritten_is_told(run_file, tmp_path):
+    """Any page, also those that hold no counts."""
+    good, damaged = run_file.read_bytes(), tmp_path / "damaged.db"
+    page_size = int.from_bytes(good[16:18], "big") or 65536
+    for at in range(0, len(good), page_size):
+        for rubbish in (bytes(page_size), np.random.default_rng(at).bytes(page_size)):
+            damaged.write_bytes(good[:at] + rubbish + good[at + page_size :])
+            with pytest.raises(StoreError):
+                read_everything(damaged)
+
+
 def test_a_live_run_is_read_as_one_snapshot(run_file, make_record):
     store = Store.open(run_file)
     store.begin_attempt(31)

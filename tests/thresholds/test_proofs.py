@@ -214,6 +214,25 @@ def test_two_gates_that_no_router_can_keep_both() -> None:
     assert ("contradiction", "max_load") not in check({"gates": {"max_load": {"fail": 1.5}}})
 
 
+@pytest.mark.parametrize("preset", ["classic", "default", "specialised"])
+@pytest.mark.parametrize(("num_experts", "top_k"), [(1, 1), (4, 4), (64, 64)])
+def test_where_every_token_takes_every_expert_nothing_can_fire(
+    preset: str, num_experts: int, top_k: int
+) -> None:
+    findings = check_policy(
+        load_policy(preset), num_experts=num_experts, top_k=top_k, tokens=512, num_sources=4
+    )
+    unreachable = {"min_share"} if num_experts == 64 else set()  # 5 % of 64 experts
+    assert {f.gate for f in findings if f.kind == "always"} <= unreachable
+    assert not [f for f in findings if f.kind == "blind" and f.gate == "source_entropy"]
+
+
+def test_no_expert_gets_more_of_a_source_than_top_k_allows() -> None:
+    """4 experts, top-3: one expert takes a third of the picks at most, so nothing is hidden."""
+    assert found("default", "blind", "source_entropy", 4, 3) is None
+    assert found("default", "blind", "source_entropy", 4, 1) is not None
+
+
 def test_noise() -> None:
     table = {"gates": {"lir": {"fail": 1.25}}}
     assert check(table, 64, 8, tokens=4096, micro_batches=1000) == set()
