@@ -1,7 +1,7 @@
-"""What recording costs: `python benchmarks/recorder_overhead.py [--quick]`; prints Markdown tables.
+"""What recording costs: `python benchmarks/recorder_overhead.py [--pairs N]`; prints Markdown tables.
 
 Two sizes: the demo model (4 layers, width 128, 2,048 tokens a step), and one MoE layer that costs what a real
-one does (width 256, 8,192 tokens, top-8). One thread, and CPU time throughout, so that a busy machine does not
+one does (width 256, 8,192 tokens, top-8). One thread and CPU time throughout, so that a busy machine does not
 blur the figures:
 
 - share: time inside hooks, ends of micro-batches and flushes, divided by the time of a training step;
@@ -210,15 +210,15 @@ def transformers_case(pairs: int) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer cases and pairs")
-    quick = parser.parse_args().quick
+    parser.add_argument("--pairs", type=int, help="pairs of steps per row (demo 20, real 6)")
+    pairs = parser.parse_args().pairs
     torch.set_num_threads(1)
     print("| model | experts | sources | step, ms | share | ratio (95 %) | by hand: share | ratio (95 %) |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    for name, experts, sources in CASES[1:8:6] if quick else CASES:
-        print(case(name, experts, sources, 4 if quick else PAIRS[name]), flush=True)
+    for name, experts, sources in CASES:
+        print(case(name, experts, sources, pairs or PAIRS[name]), flush=True)
     try:
-        rows = transformers_case(4 if quick else 20)
+        rows = transformers_case(pairs or PAIRS["demo"])
     except ImportError:
         print("\ntransformers is not installed: no comparison with output_router_logits")
         return

@@ -6,7 +6,6 @@ Shape suffixes: see `counters.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -26,16 +25,7 @@ from moe_audit.hooks.counters import (
 from moe_audit.store import LayerInfo
 from moe_audit.thresholds.errors import UsageError
 
-LABELS_KEPT = (
-    16  # sizes of router input whose labels stay allocated; packed batches have a new size each time
-)
-
-
-@dataclass
-class _Entry:
-    labels: Labels
-    stale: bool
-    captured: bool  # a CUDA graph reads it: never given up, renewed in place as soon as new rows are known
+Key = tuple[torch.device, int, Literal["batch", "sequence"], int]
 
 
 class LabelCache:
@@ -45,45 +35,34 @@ class LabelCache:
         self.num_rows = num_rows
         self.rows: Tensor | None = None
         self.chunks = 1
-        self._entries: dict[tuple[torch.device, int, Literal["batch", "sequence"], int], _Entry] = {}
+        self._labels: dict[Key, Labels] = {}
+        # What CUDA graphs read is kept, and renewed in place as soon as new rows are known.
+        self._captured: dict[Key, Labels] = {}
 
     @property
     def captured(self) -> bool:
         """Whether CUDA graphs count: on replay no Python of ours runs."""
-        return any(entry.captured for entry in self._entries.values())
+        return bool(self._captured)
 
     def set_rows(self, rows: Tensor | None, chunks: int = 1) -> None:
         """A new micro-batch: what was known about tokens is stale."""
         self.rows, self.chunks = rows, chunks
-        for key, entry in self._entries.items():
-            entry.stale = True
-            if entry.captured:
-                self._renew(key, entry)
+        for key, labels in self._captured.items():
+            labels.copy_(self._make(key))
+        self._labels = dict(self._captured)
 
     def get(
         self, device: torch.device, num_tokens: int, layout: Literal["batch", "sequence"], chunk: int
     ) -> Labels:
         """The labels of `num_tokens` tokens of the given chunk of the micro-batch."""
         key = (device, num_tokens, layout, chunk)
-        entry = self._entries.get(key)
-        if entry is None:
-            entry = _Entry(self._make(key), stale=False, captured=False)
-            self._make_room()
-            self._entries[key] = entry
-        elif entry.stale:
-            self._renew(key, entry)
+        if key not in self._labels:
+            self._labels[key] = self._make(key)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            entry.captured = True
-        return entry.labels
+            self._captured[key] = self._labels[key]
+        return self._labels[key]
 
-    def _renew(self, key: tuple[torch.device, int, Literal["batch", "sequence"], int], entry: _Entry) -> None:
-        if entry.captured:
-            entry.labels.copy_(self._make(key))
-        else:
-            entry.labels = self._make(key)
-        entry.stale = False
-
-    def _make(self, key: tuple[torch.device, int, Literal["batch", "sequence"], int]) -> Labels:
+    def _make(self, key: Key) -> Labels:
         device, num_tokens, layout, chunk = key
         if self.rows is None:
             rows_T = torch.full((num_tokens,), self.num_rows - 2, dtype=torch.int64, device=device)
@@ -91,11 +70,6 @@ class LabelCache:
             rows = self.rows if self.chunks == 1 else self.rows.tensor_split(self.chunks)[chunk]
             rows_T = token_rows(rows.to(device, non_blocking=True), num_tokens, layout)
         return Labels.of(rows_T, self.num_rows)
-
-    def _make_room(self) -> None:
-        free = [key for key, entry in self._entries.items() if not entry.captured]
-        for key in free[: max(0, len(free) - LABELS_KEPT + 1)]:
-            del self._entries[key]
 
 
 class Accumulator:
@@ -136,17 +110,18 @@ class Accumulator:
         self.dirty = True
         self._calls[i] += 1
         self._picks[i] += seen.indices_TK.numel()
-        count_picks(layer.counts_RC, seen.indices_TK, labels.row_T, bank.one)
-        layer.tally.add_(labels.tally)
-        if seen.kept_TK is not None:
-            count_dropped(layer.dropped_C, seen.indices_TK, seen.kept_TK, labels)
-        full_TE, kind = seen.full_TE, seen.full_kind
+        full_TE, kind, broken_T = seen.full_TE, seen.full_kind, None
         if full_TE is not None and kind is not None:
             out = bank.workspace(len(full_TE))
             if kind == "logits":
                 sum_logits(layer.logits_2E, full_TE, labels, out)
             p_TE = probabilities(full_TE, kind, info.gating, out)
+            broken_T = p_TE[:, 0].isnan()  # one value that is not finite makes its whole row NaN
             sum_probabilities(layer.prob_RE, layer.top1_R2, p_TE, labels)
+        count_picks(layer.counts_RC, seen.indices_TK, labels.row_T, bank.one, broken_T)
+        layer.tally.add_(labels.tally)
+        if seen.kept_TK is not None:
+            count_dropped(layer.dropped_C, seen.indices_TK, seen.kept_TK, labels)
         brought = (full_TE is not None, kind == "logits", seen.kept_TK is not None)
         if any(brought):
             layer.brought_3.add_(bank.brings(*brought))

@@ -63,15 +63,19 @@ class Labels:
                 mine.copy_(new)
 
 
-def count_picks(counts_RC: Tensor, indices_TK: Tensor, row_T: Tensor, one: Tensor) -> None:
+def count_picks(
+    counts_RC: Tensor, indices_TK: Tensor, row_T: Tensor, one: Tensor, broken_T: Tensor | None = None
+) -> None:
     """Adds one router forward, in one scatter over the combined (row, expert) index.
 
-    Picks of masked tokens and `NO_PICK` land in the last row, invalid ids in the first and last column.
+    Picks of masked tokens and `NO_PICK` land in the last row, invalid ids in the first and last column; so do
+    the picks of tokens in `broken_T` (their logits are not finite), whatever ids the kernel made of them.
     """
     num_columns = counts_RC.shape[-1]
     indices_TK = indices_TK.to(torch.int64)
+    ids_TK = indices_TK if broken_T is None else torch.where(broken_T.unsqueeze(1), -1, indices_TK)
     first_T1 = torch.add(1, row_T, alpha=num_columns).unsqueeze(1)
-    key_TK = indices_TK.clamp(-1, num_columns - 2).add_(first_T1)
+    key_TK = ids_TK.clamp(-1, num_columns - 2).add_(first_T1)
     key_TK = torch.where(indices_TK == NO_PICK, counts_RC.numel() - 1, key_TK)
     counts_RC.view(-1).scatter_add_(0, key_TK.view(-1), one.expand(key_TK.numel()))
 
@@ -86,7 +90,7 @@ def count_dropped(dropped: Tensor, indices_TK: Tensor, kept_TK: Tensor, labels: 
 def probabilities(
     full_TE: Tensor, kind: Literal["logits", "probs"], gating: str | None, out: Tensor | None = None
 ) -> Tensor:
-    """Rows normalised to distributions, float32, into `out` if given; rows not finite become zeros."""
+    """Rows normalised to distributions, float32, into `out` if given; NaN where logits are not finite."""
     if kind == "logits" and gating != "sigmoid":
         if out is not None and full_TE.shape[-1] < 16:
             # On the host so few values a row take eight times as long as the same values in columns.
@@ -97,11 +101,12 @@ def probabilities(
         p_TE = full_TE.float() if out is None else out.copy_(full_TE)
         p_TE = p_TE.sigmoid() if kind == "logits" else p_TE
         p_TE = p_TE / p_TE.sum(-1, keepdim=True).clamp_min(1e-20)
-    return p_TE.nan_to_num_(0.0, 0.0, 0.0)
+    return p_TE
 
 
 def sum_probabilities(prob_RE: Tensor, top1_R2: Tensor, p_TE: Tensor, labels: Labels) -> None:
-    """Adds the probabilities per row, and the sum and sum of squares of each token's largest."""
+    """Adds the probabilities per row, and the sum and sum of squares of each token's largest; NaN adds 0."""
+    p_TE = p_TE.nan_to_num_(0.0, 0.0, 0.0)
     top1_T = p_TE.amax(-1)
     top1_T2 = torch.stack((top1_T, top1_T.square()), dim=-1)
     for sum_RX, x_TX in ((prob_RE, p_TE), (top1_R2, top1_T2)):

@@ -160,7 +160,7 @@ class Recorder:
             callback()
         try:
             self._settle(raising=False)
-            if last_record and self._has_counts():
+            if last_record and self._ranks.is_member and self._has_counts():
                 self._cut(raising=False)
                 self._settle(raising=False)
         finally:
@@ -256,6 +256,11 @@ class Recorder:
     def writes(self) -> bool:
         """Whether this rank has a store of what is recorded."""
         return self._writer is not None
+
+    @property
+    def is_share(self) -> bool:
+        """Whether its store holds the counts of one rank of several (`mode="per_rank"`)."""
+        return self._ranks.size > 1 and not self._ranks.reduces
 
     @property
     def has_routers(self) -> bool:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from moe_audit.hooks.accumulator import Accumulator
+from moe_audit.hooks.accumulator import Accumulator, LabelCache
 from moe_audit.hooks.adapters import NO_PICK, Observation
 from moe_audit.hooks.counters import Bank, Labels, count_picks
 from moe_audit.store import LayerInfo
@@ -154,7 +154,7 @@ def test_invalid_ids_are_counted_as_such(toy, attach, stored):
     assert (got.total, got.invalid, got.broken) == ([[4, 4, 4, 3]], [5], [])
 
 
-def test_nan_logits_do_not_poison_the_sums(toy, attach, stored):
+def test_nan_logits_are_invalid_and_do_not_poison_the_sums(toy, attach, stored):
     model = toy.Scripted(4)
     adapter = toy.scripted(2, indices=lambda o: o[0], logits=lambda o: o[1])
     logits = torch.randn(6, 4)
@@ -165,6 +165,8 @@ def test_nan_logits_do_not_poison_the_sums(toy, attach, stored):
             model((picks, logits))
         recorder.step(1)
     got = stored()
+    # Whatever ids the kernel made of NaN (here: valid ones), they are invalid.
+    assert (got.invalid, sum(got.total[0]), got.broken) == ([4], 8, [])
     p = logits[:3].softmax(-1).sum(0), logits[3:4].softmax(-1).sum(0)
     np.testing.assert_allclose(got.prob_sum()[0][0], torch.stack(p).numpy(), rtol=1e-5)
     top1 = logits[:3].softmax(-1).amax(-1)
@@ -345,6 +347,32 @@ def test_count_picks_is_a_histogram_per_row():
         assert bank.counts_LRC[0, row, 1:-1].tolist() == want
         invalid = ((mine < 0) & (mine != NO_PICK)).sum() + (mine >= experts).sum()
         assert bank.counts_LRC[0, row, [0, -1]].sum() == invalid
+
+
+def test_labels_that_a_cuda_graph_reads_are_renewed_in_place():
+    """A replay runs no Python of ours: the addresses that were captured must hold the new micro-batch."""
+    cache = LabelCache(4)
+    cache.set_rows(torch.tensor([0, 1]))
+    key = (torch.device("cpu"), 4, "batch", 0)
+    labels = cache._captured[key] = cache.get(*key)
+    address = labels.row_T.data_ptr()
+    cache.set_rows(torch.tensor([1, 3]))
+    assert cache.captured and cache.get(*key) is labels
+    assert (labels.row_T.tolist(), labels.row_T.data_ptr()) == ([1, 1, 3, 3], address)
+    assert labels.tally.tolist() == [0, 2, 0, 2, 1, 0, 0, 0, 0]
+
+
+def test_a_bank_that_moves_goes_on_counting():
+    bank = Bank([1], 3, 3, torch.device("cpu"))
+    labels = Labels.of(torch.zeros(4, dtype=torch.int64), 3)
+    for _ in range(2):
+        pending = bank.pending[0]
+        count_picks(pending.counts_RC, torch.tensor([[0], [1], [1], [2]]), labels.row_T, bank.one)
+        pending.tally.add_(labels.tally)
+        bank.move(torch.device("cpu"))
+    bank.commit(slice(None))
+    assert bank.total_ints[0, 1:4].tolist() == [2, 4, 2]
+    assert bank.pending_ints.sum() == 0
 
 
 def test_more_than_the_store_holds_cuts_a_record_early(toy, attach, stored, monkeypatch):
