@@ -4,6 +4,7 @@ VENV    := .venv
 PY      := $(VENV)/bin/python
 PIP     := -m pip install -q --disable-pip-version-check -c constraints.txt
 PARITY  := .venv-parity
+PARITY4 := .venv-parity4
 RUNS    := runs
 SEED    := 1
 
@@ -26,6 +27,13 @@ $(VENV)/dev.stamp: $(VENV)/bin/python pyproject.toml constraints.txt
 $(PARITY)/stamp: pyproject.toml constraints.txt
 	python3 -m venv $(PARITY)
 	$(PARITY)/bin/python $(PIP) -e '.[train,parity]' pytest hypothesis
+	touch $@
+
+# transformers 4.57 and 5 exclude each other
+$(PARITY4)/stamp: pyproject.toml tests/parity/constraints-transformers4.txt
+	python3 -m venv $(PARITY4)
+	$(PARITY4)/bin/python -m pip install -q --disable-pip-version-check -c tests/parity/constraints-transformers4.txt \
+		-e . torch 'transformers<5' accelerate datasets pytest hypothesis
 	touch $@
 
 # --- demo: a healthy and a sick run on the same real text, judged by the same policy
@@ -55,8 +63,9 @@ unit: $(VENV)/dev.stamp
 distributed: $(VENV)/dev.stamp
 	$(PY) -m pytest -m distributed
 
-parity: $(PARITY)/stamp
+parity: $(PARITY)/stamp $(PARITY4)/stamp
 	$(PARITY)/bin/python -m pytest -m parity tests/parity
+	$(PARITY4)/bin/python -m pytest -m parity tests/parity/test_adapter_transformers_4.py tests/parity/test_callbacks.py
 
 browser: $(VENV)/dev.stamp
 	command -v chromium >/dev/null || { apt-get update -q && apt-get install -y -q chromium chromium-driver; }
@@ -67,4 +76,4 @@ soak: $(VENV)/dev.stamp
 	$(PY) -m pytest --soak 50 -m 'not parity and not browser' tests/hooks tests/audit
 
 clean:
-	rm -rf $(VENV) $(PARITY) build runs .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(PARITY) $(PARITY4) build runs .mypy_cache .ruff_cache
