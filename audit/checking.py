@@ -9,8 +9,9 @@ from typing import Any, Literal
 import numpy as np
 
 from moe_audit import formulas as m
+from moe_audit.column import Column, Looks
 from moe_audit.frame import Analysis, LayerFrame, analyse
-from moe_audit.gates import Column, Looks, column
+from moe_audit.gates import column
 from moe_audit.invariants import INVARIANT, Inspector, Problem, notes, problem, run_problems
 from moe_audit.judge import Tally, judge_column, limits
 from moe_audit.run import Run, open_run
@@ -18,7 +19,7 @@ from moe_audit.series import SERIES_GATES, SeriesJudge
 from moe_audit.thresholds.gate_names import GATES
 from moe_audit.thresholds.policy import Policy, load_policy
 from moe_audit.verdict import Grid, Status, Verdict
-from moe_audit.windows import CHECKPOINT_WINDOWS
+from moe_audit.windows import CHECKPOINT_WINDOWS, Tail
 
 UNCOUNTED = ("health", "drift")  # families that can pass where no gate on the counts could be decided
 EVEN_LOSS = 1.1  # a balancing loss N*sum f*P below this looks fine
@@ -139,6 +140,7 @@ class _Judge:
             self.problems,
             why if exit_code >= 2 else None,
             self._grid(),
+            Tail(analysis.records[0].record, analysis.windows.anchor),
         )
 
     # -- one layer

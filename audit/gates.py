@@ -1,7 +1,8 @@
 """The value of each gate over the windows of one layer, with what sampling noise alone would show.
 
 `column(gate, frame, looks, source)`: a `Column` over W windows, or a sentence why the gate does not apply.
-Gates that follow a run over many windows or records are in `detectors.py`.
+Gates on probabilities and router health are in `health.py`, those that follow a run over many windows or
+records in `series.py`.
 Shapes: W windows, S sources, E experts (N of them).
 """
 
@@ -9,60 +10,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from moe_audit import formulas as m
+from moe_audit import health
 from moe_audit.attribution import shift_note
+from moe_audit.column import MAX_EXPERTS, POST_DROP, Column, Looks, counts, effective_tokens, scaled
 from moe_audit.frame import LayerFrame
 from moe_audit.thresholds import floors
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float64]
-POST_DROP = "post_drop"  # tag of a layer whose router shows picks only after capacity has cut them
-MAX_EXPERTS = 8  # named in one cell
-
-
-@dataclass(frozen=True)
-class Looks:
-    """How often chance gets a try: experts x layers x windows (x sources) go into the quantile of a floor."""
-
-    alpha: float
-    windows: int
-    layers: int
-    sources: int
-    effect: Literal["router", "total"] = "router"
-
-    def z(self, num_experts: int, *, per_source: bool = False, draws: float = 1) -> float:
-        looks = num_experts * self.windows * self.layers * (self.sources if per_source else 1) * max(draws, 1)
-        return floors.looks_z(self.alpha, max(int(looks), 1))
-
-
-@dataclass(frozen=True)
-class Column:
-    """One gate in one layer and source over all windows.
-
-    Attributes:
-        value_W: NaN where there is no cell.
-        floor_W: What a perfect router shows at most (at least, for lower limits) with probability 1 - alpha;
-            None where chance plays no part.
-        tokens_W: Effective tokens, T / phi.
-        needed: (window, limit) -> how many tokens more keep noise within the limit.
-        experts: (window, limit) -> the experts to look at.
-        note: window -> a remark on the value.
-        unit: What `needed` counts.
-    """
-
-    value_W: Floats
-    floor_W: Floats | None
-    tokens_W: Floats
-    needed: Callable[[int, float], float] | None = None
-    experts: Callable[[int, float], Array] | None = None
-    note: Callable[[int], str | None] | None = None
-    unit: str = "tokens in a window"
 
 
 def column(gate: str, frame: LayerFrame, looks: Looks, source: int | None = None) -> Column | str:
@@ -75,27 +36,6 @@ def column(gate: str, frame: LayerFrame, looks: Looks, source: int | None = None
     if frame.N == 1 and gate in _DEMAND:
         return "there is a single expert"
     return _COLUMNS[gate](gate, frame, looks, source)
-
-
-def _counts(frame: LayerFrame, source: int | None) -> Array:
-    return frame.n_WE if source is None else frame.counts_WSE[:, source]
-
-
-def _scaled(
-    noise_W: Floats, tokens_W: Floats, excess: Callable[[float], float]
-) -> Callable[[int, float], float]:
-    """Tokens needed beyond the T there are: noise falls with 1/sqrt(T), so T (noise / excess)^2 in all."""
-
-    def needed(w: int, limit: float) -> float:
-        c = excess(limit)
-        return float(tokens_W[w] * ((noise_W[w] / c) ** 2 - 1)) if c > 0 else math.inf
-
-    return needed
-
-
-def _effective_tokens(frame: LayerFrame, source: int | None) -> Floats:
-    tokens_W = frame.tokens_W() if source is None else frame.source_tokens_WS()[:, source]
-    return tokens_W / frame.phi1_W
 
 
 # -- evenness
@@ -121,7 +61,7 @@ _DEMAND = {
 
 
 def _evenness(gate: str, f: LayerFrame, looks: Looks, source: int | None) -> Column | str:
-    n_WE = _counts(f, source)
+    n_WE = counts(f, source)
     m_W = n_WE.sum(-1)
     z = looks.z(f.N, per_source=source is not None)
     noise_W = floors.noise(gate, f.N, f.k, m_W, f.phi1_W, z)
@@ -129,7 +69,7 @@ def _evenness(gate: str, f: LayerFrame, looks: Looks, source: int | None) -> Col
     return Column(
         _EVENNESS[gate](n_WE),
         floors.floor(gate, noise_W, f.N),
-        _effective_tokens(f, source),
+        effective_tokens(f, source),
         lambda w, limit: float(floors.tokens_needed(gate, limit, f.N, f.k, f.phi1_W[w], z)) - tokens_W[w],
         lambda w, limit: _uneven(gate, n_WE[w], limit),
         lambda w: _saturation_note(n_WE[w], f.k, f.N),
@@ -161,8 +101,8 @@ def _saturation_note(n_E: Array, top_k: int, num_experts: int) -> str | None:
 
 
 def _dead(gate: str, f: LayerFrame, looks: Looks, source: int | None) -> Column | str:
-    n_WE = _counts(f, source)
-    tokens_W = _effective_tokens(f, source)
+    n_WE = counts(f, source)
+    tokens_W = effective_tokens(f, source)
     miss = 1 - f.k / f.N if f.k < f.N else 0.0
     expected_W = f.N * miss**tokens_W
     chances = looks.windows * looks.layers * (looks.sources if source is not None else 1)
@@ -185,7 +125,7 @@ def _stability(gate: str, f: LayerFrame, looks: Looks, source: int | None) -> Co
     previous = f.windows.previous_W
     if not (f.windows.judged_W & (previous >= 0)).any():
         return "no earlier window that does not overlap"
-    n_WE = _counts(f, source)
+    n_WE = counts(f, source)
     if source is not None or looks.effect == "total":
         p_WE = m.shares(n_WE)
         change_WE = np.where((previous >= 0)[:, None], p_WE - p_WE[previous], np.nan)
@@ -204,8 +144,8 @@ def _stability(gate: str, f: LayerFrame, looks: Looks, source: int | None) -> Co
     return Column(
         value_W,
         floor_W,
-        _effective_tokens(f, source),
-        _scaled(floor_W, m_W / f.k, lambda limit: limit),
+        effective_tokens(f, source),
+        scaled(floor_W, m_W / f.k, lambda limit: limit),
         lambda w, limit: np.argsort(-np.abs(change_WE[w]))[:3],
         None if source is not None else lambda w: shift_note(f, w),
     )
@@ -251,8 +191,8 @@ def _cutting(gate: str, f: LayerFrame, looks: Looks, source: int | None) -> Colu
     return Column(
         value_W,
         floor_W,
-        _effective_tokens(f, None),
-        _scaled(noise_W, f.m_W / f.k, excess),
+        effective_tokens(f, None),
+        scaled(noise_W, f.m_W / f.k, excess),
         lambda w, limit: _cut_experts(gate, n_WSE[w], limit),
         lambda w: _cut_note(n_WSE[w], f.sources),
     )
@@ -312,108 +252,8 @@ def _drop_rate(gate: str, f: LayerFrame, looks: Looks, source: int | None) -> Co
     return Column(
         m.divide(dropped_WE.sum(-1), demand_W),
         None,
-        _effective_tokens(f, None),
+        effective_tokens(f, None),
         experts=lambda w, limit: np.argsort(-dropped_WE[w])[:3],
-    )
-
-
-# -- probabilities
-
-
-def _f_p_gap(gate: str, f: LayerFrame, looks: Looks, source: int | None) -> Column | str:
-    if f.prob_WSE is None:
-        return "gate probabilities were not recorded"
-    n_WE = _counts(f, source)
-    prob_WE = f.prob_WSE.sum(1) if source is None else f.prob_WSE[:, source]
-    m_W = n_WE.sum(-1)
-    # A second window of endless size stands for P: only the picks f are noisy.
-    floor_W, _ = floors.shift_floor(f.N, f.k, np.full(m_W.shape, np.inf), m_W, f.phi1_W, looks.z(f.N))
-    return Column(
-        m.f_p_gap(n_WE, prob_WE),
-        floor_W,
-        _effective_tokens(f, source),
-        _scaled(floor_W, m_W / f.k, lambda limit: limit),
-        lambda w, limit: np.argsort(-np.abs(m.shares(n_WE[w]) - m.shares(prob_WE[w])))[:3],
-        lambda w: (
-            f"the balancing loss N*sum f*P is {float(m.switch_loss(n_WE[w], prob_WE[w])):.3f} (1 is even)"
-        ),
-    )
-
-
-def _top1_gap(gate: str, f: LayerFrame, looks: Looks, source: int | None) -> Column | str:
-    if f.top1_WS2 is None or f.tokens_WS is None:
-        return "top-1 probabilities were not recorded"
-    if source is not None or f.counts_WSE.shape[1] < 2:
-        return "it compares sources; there is one"
-    value_W = m.confidence_gap(f.top1_WS2, f.tokens_WS)
-    if np.isnan(value_W).all():
-        return "no source is rare (under half an even share of the tokens)"
-    tokens_WS, top1_WS2 = f.tokens_WS, f.top1_WS2
-    least_W = np.where(tokens_WS > 0, tokens_WS, np.iinfo(np.int64).max).min(-1)
-    floor_W = looks.z(1) * np.sqrt(0.25 * f.phi1_W / least_W)  # a probability deviates by at most 0.5
-
-    def note(w: int) -> str:
-        mean_S, spread_S = m.confidence(top1_WS2[w], tokens_WS[w])
-        s, r = int(tokens_WS[w].argmax()), int(np.where(tokens_WS[w] > 0, tokens_WS[w], np.inf).argmin())
-        return (
-            f"{f.sources[s]} {mean_S[s]:.2f} (spread {spread_S[s]:.2f}),"
-            f" {f.sources[r]} {mean_S[r]:.2f} (spread {spread_S[r]:.2f})"
-        )
-
-    return Column(
-        value_W,
-        floor_W,
-        np.asarray(least_W / f.phi1_W, np.float64),
-        _scaled(floor_W, f.tokens_W(), lambda limit: limit),
-        note=note,
-    )
-
-
-# -- router health
-
-
-def _invalid_ids(gate: str, f: LayerFrame, looks: Looks, source: int | None) -> Column | str:
-    if source is not None:
-        return "invalid ids are not split by source"
-    # A window in which every pick was invalid has no counts, and still is a cell.
-    value_W = np.where((f.m_W > 0) | (f.invalid_W > 0), f.invalid_W, np.nan)
-    return Column(
-        value_W,
-        None,
-        _effective_tokens(f, None),
-        note=lambda w: "router logits not finite, or ids out of range",
-    )
-
-
-def _logit_bias(gate: str, f: LayerFrame, looks: Looks, source: int | None) -> Column | str:
-    if f.logit_mean_WE is None or f.logit_std_WE is None:
-        return "router logits were not recorded"
-    if source is not None:
-        return "router logits are not split by source"
-    mean_WE = f.logit_mean_WE
-    return Column(
-        m.divide(mean_WE.std(-1), f.logit_std_WE.mean(-1)),
-        None,
-        _effective_tokens(f, None),
-        experts=lambda w, limit: np.argsort(-np.abs(mean_WE[w] - mean_WE[w].mean()))[:3],
-    )
-
-
-def _uniform_counts(gate: str, f: LayerFrame, looks: Looks, source: int | None) -> Column | str:
-    if f.k >= f.N:
-        return "every token uses every expert"
-    n_WE = _counts(f, source)
-    m_W = n_WE.sum(-1)
-    same_W = np.where(m_W > 0, (n_WE == n_WE[:, :1]).all(-1), np.nan)
-    # The chance that a perfect router hits exactly even counts (normal density at the mean).
-    variance_W = np.maximum(m_W / f.N * (1 - f.k / f.N), 1 / (2 * math.pi))
-    chance_W = math.sqrt(f.N) * (2 * math.pi * variance_W) ** (-(f.N - 1) / 2)
-    lucky_W = chance_W * looks.windows * looks.layers > looks.alpha
-    return Column(
-        same_W,
-        lucky_W.astype(np.float64),
-        _effective_tokens(f, source),
-        note=lambda w: "every expert has the same count: forced balancing, or experts that choose tokens",
     )
 
 
@@ -424,9 +264,9 @@ _COLUMNS: dict[str, Callable[[str, LayerFrame, Looks, int | None], Column | str]
     **dict.fromkeys(("cramers_v", "association_rel", "max_lift", "max_monopoly"), _cutting),
     "capacity_use": _capacity_use,
     "drop_rate": _drop_rate,
-    "f_p_gap": _f_p_gap,
-    "top1_gap": _top1_gap,
-    "invalid_ids": _invalid_ids,
-    "logit_bias": _logit_bias,
-    "uniform_counts": _uniform_counts,
+    "f_p_gap": health.f_p_gap,
+    "top1_gap": health.top1_gap,
+    "invalid_ids": health.invalid_ids,
+    "logit_bias": health.logit_bias,
+    "uniform_counts": health.uniform_counts,
 }

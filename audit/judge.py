@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moe_audit.gates import MAX_EXPERTS, Column
+from moe_audit.column import MAX_EXPERTS, Column
 from moe_audit.record import LayerInfo
 from moe_audit.thresholds.gate_names import GATES, breaches
 from moe_audit.thresholds.policy import Limit, Policy

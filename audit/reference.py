@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_audit.checking import check
+from moe_audit.column import Column, Looks
 from moe_audit.frame import Analysis, analyse
-from moe_audit.gates import Column, Looks, column
+from moe_audit.gates import column
 from moe_audit.record import now
 from moe_audit.run import Run
 from moe_audit.series import SERIES_GATES

@@ -16,8 +16,8 @@ import numpy.typing as npt
 from moe_audit import detectors
 from moe_audit import formulas as m
 from moe_audit.attribution import attribute
+from moe_audit.column import Column, Looks
 from moe_audit.frame import Analysis, LayerFrame
-from moe_audit.gates import Column, Looks
 from moe_audit.judge import Judged, judge_column, limits
 from moe_audit.thresholds.policy import Limit, Policy
 from moe_audit.windows import positive_int, record_spacing

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_audit import formulas as m
+from moe_audit.column import POST_DROP
 from moe_audit.frame import LayerFrame, analyse
-from moe_audit.gates import POST_DROP
 from moe_audit.run import Run, open_run
 from moe_audit.thresholds import floors
 from moe_audit.thresholds.policy import Policy
