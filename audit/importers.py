@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from moe_audit.record import LayerInfo, LayerRecord, Record
+from moe_audit.run import MAX_EXPERTS
 from moe_audit.store import Store
 from moe_audit.thresholds.errors import UsageError
 
@@ -143,6 +144,10 @@ def declared_layers(
         if experts < 1 or (picks is not None and not 1 <= picks <= experts):
             raise UsageError(
                 f"layer {layer}: {experts} experts, top-k {picks}", "top-k is 1 to the number of experts"
+            )
+        if experts > MAX_EXPERTS:
+            raise UsageError(
+                f"layer {layer}: {experts} experts", f"a store holds up to {MAX_EXPERTS} a layer"
             )
         out.append(LayerInfo(layer, (names or {}).get(layer, f"layers.{layer}"), experts, picks))
     return out

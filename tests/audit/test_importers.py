@@ -121,6 +121,7 @@ def test_what_a_csv_cannot_mean(tmp_path, text, words):
         ({"num_experts": 0}, "0 experts"),
         ({"top_k": 5}, "top-k 5"),
         ({"top_k": 0}, "top-k 0"),
+        ({"num_experts": 10**11}, "a store holds up to"),
     ],
 )
 def test_numbers_that_are_missing_or_do_not_go_together(tmp_path, options, words):
