@@ -6,7 +6,6 @@ Shapes: W windows, D disjoint windows, R records, S sources, E experts, L layers
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,8 +122,3 @@ def worst_layer(x_LD: Floats, *, largest: bool = True) -> tuple[Floats, npt.NDAr
     filled = np.where(np.isnan(x_LD), bad, x_LD)
     index_D = filled.argmax(0) if largest else filled.argmin(0)
     return np.take_along_axis(filled, index_D[None], 0)[0], index_D.astype(np.int64)
-
-
-def most_moved(before_E: Array, after_E: Array, count: int = 3) -> Sequence[int]:
-    """The experts whose share changed most between two windows."""
-    return [int(e) for e in np.argsort(-np.abs(after_E - before_E))[:count]]

@@ -157,7 +157,7 @@ def _evenness(frame: LayerFrame, n_WE: npt.NDArray[Any], tokens_W: Floats) -> di
         "effective_tokens": tokens_W / phi_W,
         "cv_floor": known_W * floors.cv_floor(N, k, m_W, phi_W),
         "max_vio_floor": known_W * vio_floor_W,
-        "lir_floor": known_W * floors.floor("lir", vio_floor_W, N),
+        "lir_floor": known_W * floors.lir_floor(N, k, m_W, phi_W),
         "min_load_floor": known_W * floors.floor("min_load", vio_floor_W, N),
     }
 

@@ -663,3 +663,24 @@ def test_check_imports_neither_pandas_nor_torch(make_run) -> None:  # type: igno
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.split(maxsplit=1) == ["PASS", "[]\n"]
+
+
+@pytest.mark.parametrize(
+    ("experts", "top_k"),
+    [(1, 1), (4, 4), (2, 1), (4, None), (5, 3)],
+    ids=["N=1", "k=N", "N=2", "k varies", "odd"],
+)
+@pytest.mark.parametrize("policy", ["classic", "default", "specialised"])
+def test_edges_of_the_layer(make_run, policy: str, experts: int, top_k: int | None) -> None:  # type: ignore[no-untyped-def]
+    """Even routing in layers at the edge of the definitions: no crash, no failure."""
+    rng = np.random.default_rng(0)
+    tokens = 30_000
+    n = np.stack([top_k_counts(rng, tokens, experts, top_k or 1) for _ in range(6 * 2 * 3)])
+    path = make_run(n.reshape(6, 2, 3, experts), top_k, extra=lambda r, layer: {"prob_sum_SE": n[:3] / 7})
+    verdict = moe_audit.check(path, policy, 1, 1)
+    # a single expert has no balance to judge
+    assert verdict.status in (
+        (Status.INSUFFICIENT, Status.PASS) if experts == 1 else (Status.PASS, Status.WARN)
+    )
+    assert not [c for c in verdict.cells if c.status == Status.FAIL]
+    assert len(moe_audit.metrics(path, 1, 1)) == 6 * 2 * 4
