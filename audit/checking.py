@@ -140,7 +140,7 @@ class _Judge:
             self.problems,
             why if exit_code >= 2 else None,
             self._grid(),
-            Tail(analysis.records[0].record, analysis.windows.anchor),
+            self._tail(),
         )
 
     # -- one layer
@@ -298,6 +298,11 @@ class _Judge:
             "disjoint": int(windows.disjoint_W.sum()),
             "origin": windows.layout.origin,
         }
+
+    def _tail(self) -> Tail | None:
+        """None within the warm-up: the windows are anchored at its end."""
+        windows = self.analysis.windows
+        return Tail(self.analysis.records[0].record, windows.anchor) if windows.judged_W.any() else None
 
     def _grid(self) -> Grid:
         windows = self.analysis.windows

@@ -290,6 +290,7 @@ def analyse(
             f"phases recorded: {phases}; no data is never a pass",
         )
     records = [run.records[r] for r in rows]
+    anchor = None if run.tail is None else run.tail.anchor
     layout = choose_layout(
         records,
         run.meta,
@@ -297,6 +298,7 @@ def analyse(
         stride=stride,
         policy_length=policy.length if policy else None,
         policy_stride=policy.stride if policy else None,
+        anchor=anchor,
     )
     beyond = end is not None and run.records[-1].last_step > end
     windows = lay_out(
@@ -306,6 +308,7 @@ def analyse(
         lag=policy.lag if policy else None,
         until=end if beyond else None,
         last=last,
+        anchor=anchor,
     )
     if judged_only and windows.judged_W.any():
         judged = np.flatnonzero(windows.judged_W)

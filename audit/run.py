@@ -154,11 +154,10 @@ class Run:
         ]
         # All records, so that a damaged one cannot hide in another phase.
         columns = ", ".join(RECORD_COLUMNS)
-        later = "SELECT 1 FROM attempt a WHERE a.attempt > r.attempt AND a.start_step <= r.last_step"
+        live = "EXISTS (SELECT 1 FROM live_record l WHERE l.record = r.record)"
+        scope = "" if self.tail is None else f"WHERE record >= {self.tail.record}"
         rows = self._rows(
-            f"SELECT record, {columns}, crc, NOT EXISTS ({later}) FROM record r WHERE record >= ?"
-            " ORDER BY last_step, record",
-            0 if self.tail is None else self.tail.record,
+            f"SELECT record, {columns}, crc, {live} FROM record r {scope} ORDER BY last_step, record"
         )
         every = [(_record_info(self.path, row[:-1]), bool(row[-1])) for row in rows]
         self._known = {info.record for info, _ in every}

@@ -62,7 +62,7 @@ def scan(run: Run, table: str, layers: Sequence[LayerInfo], rows: Ints) -> Itera
     order = np.array([info.layer for info in layers])
     L = len(layers)
     # By the index where only a small part of the run is wanted.
-    whole = 4 * len(numbers) * len(layers) > len(run.records) * len(run.layers)
+    whole = run.tail is None and 4 * len(numbers) * len(layers) > len(run.records) * len(run.layers)
     cursor = _rows(run, table, [*dtypes, scalar, "crc"], layers, None if whole else numbers)
     met = 0
     decoder = _Decoder(run, layers[0].num_experts, dtypes, scalar)

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from moe_audit.windows import Tail
+
 
 class Status(IntEnum):
     """Status of a cell, a gate or a run. A number, so that arrays can hold it; shown as its name.
@@ -99,3 +101,4 @@ class Verdict:
     problems: Sequence[dict[str, str]] = ()
     error: dict[str, str] | None = None
     grid: Grid | None = field(default=None, repr=False)
+    tail: Tail | None = field(default=None, repr=False)  # what the next check of the last windows must read

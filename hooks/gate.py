@@ -16,14 +16,13 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from moe_audit.alerts import SEVERE_IN_A_ROW, Alert, alert_of, failing_in_a_row
-from moe_audit.checking import check
+from moe_audit.following import Following
 from moe_audit.hooks.learning_rate import Groups, LearningRateOverride
 from moe_audit.hooks.recorder import Recorder
 from moe_audit.reports.json import to_dict
 from moe_audit.reports.notify import Notifier
 from moe_audit.reports.wording import sentence, status_name
-from moe_audit.run import open_run
-from moe_audit.thresholds.errors import AuditError, NoDataError, UsageError
+from moe_audit.thresholds.errors import AuditError, UsageError
 from moe_audit.thresholds.policy import load_policy
 from moe_audit.verdict import Verdict
 
@@ -54,9 +53,6 @@ class Decision:
     recorded: int  # last step that is in the store
     stride: int
 
-    def badness(self) -> tuple[int, bool]:
-        return self.failing_in_a_row, self.status in ("FAIL", "INVALID")
-
 
 class TrainingGate:
     """Judges every stride and acts on a failing window. It needs no call of its own in the loop:
@@ -84,7 +80,8 @@ class TrainingGate:
         pause_requested: the loop should save and stop.
 
     Raises:
-        UsageError: an unknown action, a cooldown or check_every under 1, no router group for `zero_router`.
+        UsageError: an unknown action, a cooldown or check_every under 1, no router group for `zero_router`, a
+            recorder with a store for each rank.
     """
 
     def __init__(
@@ -107,8 +104,13 @@ class TrainingGate:
         for name, value in (("cooldown", cooldown), ("check_every", check_every)):
             if value is not None and value < 1:
                 raise UsageError(f"{name} is {value}", "it counts steps: 1 or more")
+        if recorder.is_share:
+            raise UsageError(
+                f"{recorder.path} has the counts of one rank, which say nothing of the whole",
+                'a gate needs a recorder with mode="reduce"',
+            )
         self.recorder = recorder
-        self.policy = load_policy(policy)
+        self.following = Following(recorder.path, load_policy(policy))
         self.action = action
         self.check_every = check_every
         self.cooldown = cooldown
@@ -238,15 +240,16 @@ class TrainingGate:
         """One check. An audit that cannot be made is told, and never stops training."""
         if not written:
             warnings.warn(f"{self.recorder.path}: the last records wait for the disk", stacklevel=2)
+        self.verdict = None
         try:
-            with open_run(self.recorder.path) as run:
-                self.verdict = check(run, self.policy, checkpoint=step)
-        except NoDataError:
-            return Decision("NO DATA", 0, 0, step, self.recorder.flush_every)
+            with self.following.look(step) as (_, self.verdict):
+                pass
         except Exception as error:  # not only AuditError: other ranks wait for this one
             reason = error if isinstance(error, AuditError) else repr(error)
             warnings.warn(f"the training gate could not judge step {step}: {reason}", stacklevel=2)
             return Decision("UNKNOWN", 0, 0, step, self.recorder.flush_every)
+        if self.verdict is None:
+            return Decision("NO DATA", 0, 0, step, self.recorder.flush_every)
         self._write_report(step, self.verdict)
         self._alert(step, self.verdict)
         grid, windows = self.verdict.grid, self.verdict.windows
@@ -277,12 +280,12 @@ class TrainingGate:
 
 
 def _agreed(decision: Decision | None) -> Decision:
-    """The worst of all ranks' decisions, on all ranks; None: a rank without a store."""
+    """The decision of the rank that has the store, on all ranks; the others give None."""
     decisions: list[Decision | None] = [decision]
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         decisions = [None] * dist.get_world_size()
         dist.all_gather_object(decisions, decision)
-    return max((d for d in decisions if d is not None), key=Decision.badness)
+    return next(d for d in decisions if d is not None)
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

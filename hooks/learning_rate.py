@@ -92,8 +92,7 @@ class LearningRateOverride:
             self._handles += [
                 optimizer.register_step_pre_hook(self._before_step),
                 optimizer.register_step_post_hook(self._after_step),
-                # A checkpoint of an interrupted step has the schedule's rate.
-                optimizer.register_state_dict_pre_hook(self._clear),
+                optimizer.register_state_dict_pre_hook(self._before_state_dict),
             ]
 
     def start(self) -> None:
@@ -175,6 +174,9 @@ class LearningRateOverride:
         if step is not None:
             for p, gradient in step.gradients:
                 p.grad = gradient
+
+    def _before_state_dict(self, optimizer: Optimizer) -> None:
+        self._clear(optimizer)  # a checkpoint after a step that raised has the schedule's rate
 
     def _clear(self, optimizer: Optimizer) -> _Step | None:
         """Puts the schedule's rates back; gradients of a step that raised are given up."""

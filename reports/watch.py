@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_audit.alerts import Alert, alert_of
-from moe_audit.checking import check
+from moe_audit.following import Following
 from moe_audit.reports import text
 from moe_audit.reports.wording import clean, sentence, steps
-from moe_audit.run import open_run, store_file
+from moe_audit.run import store_file
 from moe_audit.thresholds.errors import NoDataError, UsageError
 from moe_audit.verdict import Status
 
@@ -46,12 +46,12 @@ def watch(
     if not interval > 0:
         raise UsageError(f"interval is {interval}", "seconds between two looks, more than 0")
     verdict, told = None, -1
+    following = Following(path, policy)
     with Live(console=console, auto_refresh=False) as live:
         while True:
             is_live = True
             if store_file(path).exists():
-                with open_run(path) as run:
-                    verdict = _judge(run, policy)
+                with following.look() as (run, verdict):
                     live.update(_screen(run, verdict, console.width), refresh=True)
                     is_live = run.is_live
             else:
@@ -69,11 +69,6 @@ def watch(
             except KeyboardInterrupt:
                 break
     return verdict.exit_code if verdict is not None else NoDataError.exit_code
-
-
-def _judge(run: Run, policy: Policy) -> Verdict | None:
-    """The last windows judged; None before the first record."""
-    return check(run, policy, checkpoint=run.records[-1].last_step) if run.records else None
 
 
 def _newest(verdict: Verdict) -> int:
@@ -97,7 +92,7 @@ def _screen(run: Run, verdict: Verdict | None, width: int) -> RenderableType:
         return Text("no record yet", style="dim")
     last = run.records[-1]
     loss = "" if last.loss is None else f", loss {last.loss:.4f}"
-    where = f"step {last.last_step:,}{loss}, {len(run.records):,} records, written {last.written_at}"
+    where = f"step {last.last_step:,}{loss}, written {last.written_at}"
     parts = [Text(where, style="dim"), Text(text.render(verdict, width=width).rstrip())]
     if verdict.grid is not None and len(verdict.grid.first_step_W):
         parts.append(Text("\n" + _grid(verdict.grid)))
