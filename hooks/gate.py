@@ -133,7 +133,7 @@ class TrainingGate:
                 factor,
                 may_be_empty=not recorder.has_routers,
             )
-        self._disk_is_slow = False
+        self._disk_is_slow = self._closed = False
         recorder.on_step(self._step)
         recorder.on_close(self._close)
 
@@ -183,7 +183,7 @@ class TrainingGate:
         if decision.failing_in_a_row >= SEVERE_IN_A_ROW and self.pause_when_severe:
             self._request_pause(step)
         fails = decision.failing_in_a_row > 0 and decision.newest_begins >= self.state.rearmed
-        if fails and self.state.action_ends is None:
+        if fails and self.state.action_ends is None and not self._closed:
             self._begin_action(step)
         return self.state.status
 
@@ -220,7 +220,7 @@ class TrainingGate:
             self._event(step, "lr_return")
 
     def _request_pause(self, step: int) -> None:
-        if not self.state.pause_requested and not self.dry_run:
+        if not self.state.pause_requested and not self.dry_run and not self._closed:
             self._event(step, "pause_requested")
         self.state.pause_requested = not self.dry_run
 
@@ -228,7 +228,8 @@ class TrainingGate:
         self.recorder.event(step, kind, {"action": self.action, **detail})
 
     def _close(self) -> None:
-        """Without the recorder nothing would end an action."""
+        """Without the recorder nothing would end an action. A later check only judges."""
+        self._closed = True
         if self.override is not None:
             self.override.stop()
         if self.notifier is not None:
@@ -272,6 +273,8 @@ class TrainingGate:
     def _alert(self, step: int, verdict: Verdict) -> None:
         alert = alert_of(verdict, sentence(verdict))
         if alert is None:
+            return
+        if self._closed:
             return
         kind = "routing_severe" if alert.severe else "routing_failed"
         self.recorder.event(step, kind, {"title": alert.title, "body": alert.body})

@@ -185,3 +185,76 @@ def test_each_check_leaves_its_report(run: Any, tmp_path: Any) -> None:
 def test_wrong_settings_are_named(run: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         run(even, **options)
+
+
+# -- what goes wrong around it
+
+
+@pytest.fixture
+def bare(toy: Any, attach: Any) -> Callable[..., SimpleNamespace]:
+    """A loop of the test's own: `step(n)` takes the n-th step, all of them collapsed."""
+
+    def bare(**options: Any) -> SimpleNamespace:
+        model, weight = toy.Scripted(EXPERTS), nn.Parameter(torch.ones(()))
+        optimizer = Spy([weight], lr=1.0)
+        optimizer.rates = []
+        recorder = attach(model, toy.scripted(), flush_every=2)
+        gate = TrainingGate(recorder, optimizer, action="scale", check_every=4, **options)
+
+        def step(n: int, loss: float | None = None) -> None:
+            with recorder.microbatch():
+                model(collapsed(n))
+            optimizer.step()
+            recorder.step(n, loss=loss)
+
+        return SimpleNamespace(gate=gate, recorder=recorder, optimizer=optimizer, step=step)
+
+    return bare
+
+
+def test_an_action_ends_with_the_recorder(bare: Any) -> None:
+    loop = bare()
+    for n in range(1, 9):
+        loop.step(n)
+    assert loop.gate.action_ends is not None and loop.optimizer.rates[-1] == 0.1
+    loop.recorder.close()
+    loop.optimizer.step()
+    assert loop.optimizer.rates[-1] == 1.0
+    assert loop.gate.check(99) == "FAIL"  # as a trainer does that saves after close()
+    assert not loop.gate.override.active
+
+
+def test_a_store_that_vanishes_is_told_and_does_not_stop_training(
+    bare: Any, tmp_path: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("moe_audit.hooks.gate.WAIT_FOR_DISK", 0.1)
+    loop = bare(dry_run=True)
+    for n in range(1, 6):
+        loop.step(n)
+    (tmp_path / "routing.db").unlink()
+    with pytest.warns(UserWarning, match="could not judge step 8"):
+        for n in range(6, 9):
+            loop.step(n)
+    assert loop.gate.state.status == "UNKNOWN" and loop.gate.verdict is None
+    loop.recorder.close()
+
+
+def test_a_loss_that_is_not_a_number_changes_nothing(bare: Any, tmp_path: Any) -> None:
+    loop = bare()
+    for n in range(1, 9):
+        loop.step(n, loss=float("nan"))
+    loop.recorder.close()
+    assert loop.gate.state.status == "FAIL"
+    text = sorted((tmp_path / "checks").glob("*.json"))[-1].read_text()
+    assert json.loads(text, parse_constant=lambda name: pytest.fail(name))["status"] == "FAIL"
+
+
+def test_less_than_half_a_window_raises_no_alarm(bare: Any, tmp_path: Any) -> None:
+    policy = tmp_path / "policy.toml"
+    policy.write_text('extends = "default"\nlength = 40\n')
+    loop = bare(policy=policy)
+    for n in range(1, 21):
+        loop.step(n)
+        assert loop.gate.state.status in ("NO DATA", "FAIL")
+        assert (loop.gate.action_ends is not None) == (n >= 20)
+    loop.recorder.close()
