@@ -278,6 +278,7 @@ PATTERNS: tuple[Pattern, ...] = (
             " {drop_rate:.2%} of the assignments were dropped",
             "a micro-batch gave expert {peak_expert} {peak:.3g} fair shares at capacity {capacity_factor:g}",
             "{drop_rate:.2%} of the assignments were dropped at capacity {capacity_factor:g}",
+            "{drop_rate:.2%} of the assignments were dropped",
         ),
         (
             Cause(

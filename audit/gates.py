@@ -241,10 +241,11 @@ def _capacity_use(gate: str, f: LayerFrame, looks: Looks, source: int | None) ->
 
 
 def _drop_rate(gate: str, f: LayerFrame, looks: Looks, source: int | None) -> Column | str:
-    if f.info.capacity_factor is None:
-        return "no capacity factor (dropless)"
+    capacity = f.info.capacity_factor is not None
     if f.dropped_WE is None:
-        return "drops were not recorded"
+        return "drops were not recorded" if capacity else "no capacity factor (dropless)"
+    if not capacity and not f.dropped_WE.any():  # a router that drops has a capacity, named or not
+        return "no capacity factor (dropless)"
     if source is not None:
         return "drops are not split by source"
     dropped_WE = f.dropped_WE
@@ -253,7 +254,7 @@ def _drop_rate(gate: str, f: LayerFrame, looks: Looks, source: int | None) -> Co
         m.divide(dropped_WE.sum(-1), demand_W),
         None,
         effective_tokens(f, None),
-        experts=lambda w, limit: np.argsort(-dropped_WE[w])[:3],
+        experts=lambda w, limit: np.argsort(-dropped_WE[w])[: min(3, int((dropped_WE[w] > 0).sum()))],
     )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import moe_audit
+from moe_audit.explain import explain, render
 from moe_audit.record import LayerInfo, LayerRecord, Record
 from moe_audit.store import Store
 from moe_audit.thresholds.errors import NoDataError, UsageError
@@ -287,6 +288,20 @@ def test_capacity_margin_of_small_micro_batches_is_noise(make_run) -> None:  # t
 def test_a_dropless_layer_has_no_capacity_gates(make_run) -> None:  # type: ignore[no-untyped-def]
     verdict = moe_audit.check(make_run(windows(*[[100] * 4] * 3)), length=1, stride=1)
     assert {"capacity_use", "drop_rate"} <= {s["gate"] for s in verdict.skipped}
+
+
+def test_drops_are_judged_where_the_capacity_is_not_known(make_run) -> None:  # type: ignore[no-untyped-def]
+    """A router of the user's own shows what was kept, but no capacity factor."""
+    path = make_run(
+        windows(*[[500, 100, 100, 100]] * 3),
+        extra=lambda r, layer: {"dropped_E": np.array([300, 0, 0, 0]), "calls": 1},
+    )
+    verdict = moe_audit.check(path, length=1, stride=1)
+    drops = named(verdict, "drop_rate", Status.FAIL)[0]
+    assert (drops.value, drops.experts) == (0.375, (0,))
+    with moe_audit.open_run(path) as run:
+        why = render(explain(run, length=1, stride=1), "text")
+    assert "37.50% of the assignments were dropped" in why
 
 
 def test_a_layer_seen_after_the_drop_has_no_demand_gates(make_run) -> None:  # type: ignore[no-untyped-def]
