@@ -25,8 +25,10 @@ def cli() -> None:
 def run(config: Path, overrides: tuple[str, ...], save_folder: Path, overwrite: bool) -> None:
     """Train from CONFIG, a TOML file; OVERRIDES change settings, as in optim.lr=3e-4."""
     from moe_trainer.config import load_config
+    from moe_trainer.moe.memory import keep_freed_memory
     from moe_trainer.runs import run as run_training
 
+    keep_freed_memory()
     run_training(load_config(config, overrides), save_folder, overwrite=overwrite)
 
 
@@ -36,8 +38,10 @@ def run(config: Path, overrides: tuple[str, ...], save_folder: Path, overwrite: 
 @click.option("--checkpoint", type=int, metavar="STEP", help="Continue from this one; the last by default.")
 def resume(run_folder: Path, overrides: tuple[str, ...], checkpoint: int | None) -> None:
     """Continue the run in RUN_FOLDER from its last checkpoint whose routing did not fail."""
+    from moe_trainer.moe.memory import keep_freed_memory
     from moe_trainer.runs import resume as resume_training
 
+    keep_freed_memory()
     resume_training(run_folder, overrides, step=checkpoint)
 
 
