@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_audit.verdict import Status, Verdict
+from moe_audit.windows import AUTO_WINDOWS
 
 SEVERE_IN_A_ROW = 3  # disjoint failing windows
 
@@ -24,13 +25,16 @@ class Alert:
 def failing_in_a_row(verdict: Verdict) -> int:
     """How many disjoint windows fail in a row, counted back from the newest; one fails where any layer does.
 
-    0 for an INVALID verdict: its counts mean nothing, so nothing may act on them. Nor does a window of which
-    less than half is there, the only one of a run that has just begun.
+    0 for an INVALID verdict: its counts mean nothing, so nothing may act on them. 0 too for a run that has
+    just begun: with less than half a window, or fewer than the three windows that `auto` lays out.
     """
     grid = verdict.grid
     if grid is None or verdict.status == Status.INVALID:
         return 0
-    whole_W = 2 * (grid.last_step_W - grid.first_step_W + 1) >= verdict.windows["length"]
+    windows = verdict.windows
+    if windows["origin"] == "auto" and windows["disjoint"] < AUTO_WINDOWS:
+        return 0
+    whole_W = 2 * (grid.last_step_W - grid.first_step_W + 1) >= windows["length"]
     fails_W = (grid.status_WL == Status.FAIL).any(axis=1) & whole_W
     count, begins = 0, None
     for w in reversed(range(len(fails_W))):

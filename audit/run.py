@@ -205,7 +205,8 @@ class Run:
     def is_live(self) -> bool:
         """Whether a training process may still be recording: the last to attach has not closed."""
         last = [e.kind for e in self.events if e.kind in (ATTACHED, CLOSED)][-1:]
-        return last == [ATTACHED]
+        just_made = not last and not self._known
+        return just_made or last == [ATTACHED]
 
     def layer_info(self, layer: int) -> LayerInfo:
         """The layer of this number.

@@ -19,7 +19,7 @@ from moe_audit.thresholds.gate_names import MAX_WHOLE
 
 Ints = npt.NDArray[np.int64]
 CHECKPOINT_WINDOWS = 5  # what `--checkpoint` and the training gate judge
-AUTO_LENGTH = 2000
+AUTO_LENGTH, AUTO_WINDOWS = 2000, 3  # at most so many steps; at least so many windows
 CYCLES_PER_WINDOW = 10
 
 
@@ -126,8 +126,8 @@ def choose_layout(
         UsageError: a length or stride under 1, or a stride longer than the window.
     """
     for name, value in (("length", length), ("stride", stride)):
-        if value is not None and value < 1:
-            raise UsageError(f"{name} {value} is no number of steps", "it must be at least 1")
+        if value is not None and positive_int(value) != value:
+            raise UsageError(f"{name} {value!r} is no number of steps", "a whole number, at least 1")
     spacing = record_spacing(records)
     if length is not None:
         origin = "command line"
@@ -138,7 +138,7 @@ def choose_layout(
     elif (cycle := positive_int(meta.get("shard_cycle_steps"))) is not None:
         length, origin = CYCLES_PER_WINDOW * cycle, "meta: 10 x shard_cycle_steps"
     else:
-        steps = min(AUTO_LENGTH, _judged_steps(records, warmup_steps(meta), anchor) // 3)
+        steps = min(AUTO_LENGTH, _judged_steps(records, warmup_steps(meta), anchor) // AUTO_WINDOWS)
         in_records = steps // spacing
         in_records -= in_records % 2 if in_records > 1 else 0
         length, origin = max(in_records, 1) * spacing, "auto"

@@ -214,7 +214,7 @@ def bare(toy: Any, attach: Any) -> Callable[..., SimpleNamespace]:
 
 def test_an_action_ends_with_the_recorder(bare: Any) -> None:
     loop = bare()
-    for n in range(1, 9):
+    for n in range(1, 10):
         loop.step(n)
     assert loop.gate.action_ends is not None and loop.optimizer.rates[-1] == 0.1
     loop.recorder.close()
@@ -258,3 +258,8 @@ def test_less_than_half_a_window_raises_no_alarm(bare: Any, tmp_path: Any) -> No
         assert loop.gate.state.status in ("NO DATA", "FAIL")
         assert (loop.gate.action_ends is not None) == (n >= 20)
     loop.recorder.close()
+
+
+def test_a_run_that_has_just_begun_raises_no_alarm(run: Any) -> None:
+    """Routers begin uneven; without a length, three windows have to be there before one can alarm."""
+    assert run(sick_between(1, 4)).changed == []

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import io
+import os
+import pty
+import select
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -64,6 +69,39 @@ def test_follows_a_run_from_before_its_first_record_to_its_end(tmp_path: Path) -
     assert "FAIL" in out.getvalue() and "step 24" in out.getvalue()
     assert alerts and alerts[-1].severe and "pause" in alerts[-1].title
     assert len({a.title + a.body for a in alerts}) == len(alerts)  # each window once
+
+
+def test_in_a_terminal(tmp_path: Path) -> None:
+    """The command on a pseudo-terminal: each stage is on the screen before the next begins."""
+    path = tmp_path / "run" / "routing.db"
+    policy = tmp_path / "policy.toml"
+    policy.write_text('extends = "default"\nlength = 4\nstride = 2\n')
+    ours, theirs = pty.openpty()
+    command = [str(Path(sys.executable).with_name("moe-audit")), "watch", str(path.parent)]
+    watching = subprocess.Popen(
+        [*command, "--policy", str(policy), "--interval", "0.1"],
+        stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "xterm", "COLUMNS": "100"},
+    )  # fmt: skip
+    os.close(theirs)
+    seen = b""
+
+    def until(text: bytes) -> None:
+        nonlocal seen
+        while text not in seen:
+            assert select.select([ours], [], [], 30)[0], seen.decode()
+            seen += os.read(ours, 4096)
+
+    until(b"waiting for")
+    store = begin(path)
+    write(store, range(1, 13), EVEN)
+    until(b"PASS")
+    write(store, range(13, 15), COLLAPSED)
+    until(b"routing failed")
+    write(store, range(15, 25), COLLAPSED)
+    until(b"pause the training")
+    end(store, 24)
+    assert watching.wait(30) == 1
+    os.close(ours)
 
 
 def test_wrong_input_is_named(tmp_path: Path) -> None:
