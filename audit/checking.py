@@ -149,9 +149,15 @@ class _Judge:
         policy, windows = self.policy, self.analysis.windows
         self.source_mix = self.source_mix or frame.source_mix
         uneven = False
-        if not frame.m_W.any() and not frame.invalid_W.any():
+        empty_W = windows.judged_W & (frame.m_W == 0) & (frame.invalid_W == 0)
+        if empty_W.any():
             name = f"layer {frame.info.layer} ({frame.info.name})"
-            self.problems.append(problem("no_data", f"{name} has no counts in the windows judged"))
+            n, W = empty_W.sum(), windows.judged_W.sum()
+            where = "the windows judged" if n == W else f"{n} of the {W} windows judged"
+            since = windows.first_step_W[empty_W.argmax()]
+            self.problems.append(
+                problem("no_data", f"{name} has no counts in {where}, the first from step {since}")
+            )
         for gate in policy.gates:
             places = list(limits(policy, gate, frame.info, frame.sources))
             if gate in SERIES_GATES:

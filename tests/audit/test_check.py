@@ -578,6 +578,16 @@ def test_counts_twice_under_recompute_are_invalid(make_run) -> None:  # type: ig
     assert moe_audit.check(layer_used_twice, length=1, stride=1).status == Status.PASS
 
 
+def test_a_layer_that_falls_silent_is_told(make_run) -> None:  # type: ignore[no-untyped-def]
+    """An import does not say which layers were attached: what has no row counts as nothing picked."""
+    counts = windows(*[[100, 101, 99, 100]] * 30, layers=2)
+    counts[15:, 1] = 0
+    verdict = moe_audit.check(make_run(counts), length=5, stride=5)
+    told = [p["message"] for p in verdict.problems if p["kind"] == "no_data"]
+    assert len(told) == 1
+    assert "layer 1" in told[0] and "3 of the 6 windows" in told[0] and "step 16" in told[0]
+
+
 def test_a_layer_that_never_fired_is_invalid(tmp_path) -> None:  # type: ignore[no-untyped-def]
     path = tmp_path / "routing.db"
     store = Store.create(path, [LayerInfo(0, "a", 4, 1), LayerInfo(1, "b", 4, 1)])

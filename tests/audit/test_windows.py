@@ -56,7 +56,10 @@ def test_auto_length_is_at_most_2000_steps_and_at_least_one_record() -> None:
 
 
 def test_bad_lengths_are_told() -> None:
-    for kwargs in ({"length": 0}, {"length": -5}, {"stride": 0}, {"length": 10, "stride": 20}):
+    for kwargs in (
+        {"length": 0}, {"length": -5}, {"stride": 0}, {"length": 10, "stride": 20},
+        {"length": 2.5}, {"length": "10"}, {"length": 10**30}, {"policy_length": 10**30},
+    ):  # fmt: skip
         with pytest.raises(UsageError):
             choose_layout(records(*[1] * 30), {}, **kwargs)  # type: ignore[arg-type]
 
