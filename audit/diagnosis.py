@@ -192,7 +192,7 @@ PATTERNS: tuple[Pattern, ...] = (
         ),
         (
             "what changed at step {since}, where the first window beyond a limit begins",
-            "the rows of each source: {by_source}",
+            "the rows of each source: {least_by_source}",
         ),
         (
             "raise the balancing weight, 0.01 -> 0.1, or let a score bias follow the load",

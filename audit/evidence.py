@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from moe_audit import formulas as m
 from moe_audit.attribution import attribute
@@ -77,7 +78,7 @@ def _by_source(frame: LayerFrame, w: int) -> dict[str, Any]:
     names = [frame.sources[s] for s in seen]
     n_SE = n_SE[seen]
     p_SE = m.shares(n_SE)
-    hot = int(n_SE.sum(0).argmax())
+    hot, least = int(n_SE.sum(0).argmax()), int(n_SE.sum(0).argmin())
     u_S = frame.N * p_SE[:, hot]
     entropy_S = m.norm_entropy(n_SE)
     lift_SE = np.nan_to_num(m.lift(n_SE))
@@ -90,8 +91,8 @@ def _by_source(frame: LayerFrame, w: int) -> dict[str, Any]:
         "low_source": names[low],
         "low_load": float(u_S[low]),
         "source_ratio": float(u_S[high] / max(u_S[low], 1e-9)),
-        "by_source": f"fair shares of expert {hot}: "
-        + ", ".join(f"{name} {u:.2g}" for name, u in zip(names, u_S)),
+        "by_source": _shares_of(hot, names, u_S),
+        "least_by_source": _shares_of(least, names, frame.N * p_SE[:, least]),
         "entropy_by_source": ", ".join(f"{name} {h:.2f}" for name, h in zip(names, entropy_S)),
         "entropy_gap": float(m.norm_entropy(n_SE.sum(0)) - entropy_S.min()),
         "narrow_source": names[int(entropy_S.argmin())],
@@ -103,6 +104,11 @@ def _by_source(frame: LayerFrame, w: int) -> dict[str, Any]:
         "lifts": ", ".join(f"{name} {row[t]:.2g} x expert {t}" for name, row, t in zip(names, lift_SE, top)),
         "mix_now": _mix(frame, w),
     }
+
+
+def _shares_of(expert: int, names: list[str], u_S: npt.NDArray[np.float64]) -> str:
+    each = ", ".join(f"{name} {u:.2g}" for name, u in zip(names, u_S))
+    return f"fair shares of expert {expert}: {each}"
 
 
 def _logits(frame: LayerFrame, w: int) -> dict[str, Any]:

@@ -101,6 +101,7 @@ def test_starved_experts(make_run: Any) -> None:
     assert "min_load" in d.gates
     assert "2 of 8 experts" in d.symptom and "1 got nothing" in d.symptom
     assert any("experts 6, 7" in r for r in d.remedies)
+    assert any("fair shares of expert 7: code 0, prose 0" in line for line in d.look_at)
 
 
 def test_router_that_swings_and_mix_that_swings(make_run: Any) -> None:
