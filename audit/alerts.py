@@ -46,6 +46,14 @@ def failing_in_a_row(verdict: Verdict) -> int:
     return count
 
 
+def newest_window(verdict: Verdict) -> tuple[int, int]:
+    """First and last step of the newest window judged; (0, 0) without one."""
+    grid = verdict.grid
+    if grid is None or not len(grid.first_step_W):
+        return 0, 0
+    return int(grid.first_step_W[-1]), int(grid.last_step_W[-1])
+
+
 def alert_of(verdict: Verdict, sentence: str) -> Alert | None:
     """The alert that the newest window calls for, None where it does not fail.
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from moe_audit.alerts import SEVERE_IN_A_ROW, Alert, alert_of, failing_in_a_row
+from moe_audit.alerts import SEVERE_IN_A_ROW, Alert, alert_of, failing_in_a_row, newest_window
 from moe_audit.following import Following
 from moe_audit.hooks.learning_rate import Groups, LearningRateOverride
 from moe_audit.hooks.recorder import Recorder
@@ -41,6 +41,8 @@ class GateState:
     status: str = "NO DATA"
     failing_in_a_row: int = 0
     pause_requested: bool = False
+    paused: int = 0  # step of the last request
+    told: int = 0  # last step of the newest window judged: each is alerted of once
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Decision:
     status: str
     failing_in_a_row: int  # disjoint windows, counted back from the newest
     newest_begins: int  # first step of the newest window
+    newest_ends: int
     recorded: int  # last step that is in the store
     stride: int
 
@@ -180,7 +183,11 @@ class TrainingGate:
         self.state.status = decision.status
         self.state.next_check = self._next_check(step, decision)
         self.state.failing_in_a_row = decision.failing_in_a_row
-        if decision.failing_in_a_row >= SEVERE_IN_A_ROW and self.pause_when_severe:
+        self.state.told = decision.newest_ends
+        is_new = (
+            decision.newest_begins > self.state.paused
+        )  # else the windows before a pause end the next run
+        if decision.failing_in_a_row >= SEVERE_IN_A_ROW and self.pause_when_severe and is_new:
             self._request_pause(step)
         fails = decision.failing_in_a_row > 0 and decision.newest_begins >= self.state.rearmed
         if fails and self.state.action_ends is None and not self._closed:
@@ -222,7 +229,8 @@ class TrainingGate:
     def _request_pause(self, step: int) -> None:
         if not self.state.pause_requested and not self.dry_run and not self._closed:
             self._event(step, "pause_requested")
-        self.state.pause_requested = not self.dry_run
+        if not self.dry_run:
+            self.state.pause_requested, self.state.paused = True, step
 
     def _event(self, step: int, kind: str, **detail: Any) -> None:
         self.recorder.event(step, kind, {"action": self.action, **detail})
@@ -248,18 +256,17 @@ class TrainingGate:
         except Exception as error:  # not only AuditError: other ranks wait for this one
             reason = error if isinstance(error, AuditError) else repr(error)
             warnings.warn(f"the training gate could not judge step {step}: {reason}", stacklevel=2)
-            return Decision("UNKNOWN", 0, 0, step, self.recorder.flush_every)
+            return Decision("UNKNOWN", 0, 0, 0, step, self.recorder.flush_every)
         if self.verdict is None:
-            return Decision("NO DATA", 0, 0, step, self.recorder.flush_every)
+            return Decision("NO DATA", 0, 0, 0, step, self.recorder.flush_every)
         self._write_report(step, self.verdict)
         self._alert(step, self.verdict)
-        grid, windows = self.verdict.grid, self.verdict.windows
         return Decision(
             status_name(self.verdict),
             failing_in_a_row(self.verdict),
-            int(grid.first_step_W[-1]) if grid is not None and len(grid.first_step_W) else 0,
+            *newest_window(self.verdict),
             int(self.verdict.run["last_step"]),
-            int(windows["stride"]),
+            int(self.verdict.windows["stride"]),
         )
 
     def _write_report(self, step: int, verdict: Verdict) -> None:
@@ -272,9 +279,7 @@ class TrainingGate:
 
     def _alert(self, step: int, verdict: Verdict) -> None:
         alert = alert_of(verdict, sentence(verdict))
-        if alert is None:
-            return
-        if self._closed:
+        if alert is None or self._closed or newest_window(verdict)[1] == self.state.told:
             return
         kind = "routing_severe" if alert.severe else "routing_failed"
         self.recorder.event(step, kind, {"title": alert.title, "body": alert.body})

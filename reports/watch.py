@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_audit.alerts import Alert, alert_of
+from moe_audit.alerts import Alert, alert_of, newest_window
 from moe_audit.following import Following
 from moe_audit.reports import text
 from moe_audit.reports.wording import clean, sentence, steps
@@ -47,9 +48,10 @@ def watch(
         raise UsageError(f"interval is {interval}", "seconds between two looks, more than 0")
     verdict, told = None, -1
     following = Following(path, policy)
-    with Live(console=console, auto_refresh=False) as live:
-        while True:
-            is_live = True
+    # Ctrl-C may come at any moment.
+    with Live(console=console, auto_refresh=False) as live, suppress(KeyboardInterrupt):
+        is_live = True
+        while is_live:
             if store_file(path).exists():
                 with following.look() as (run, verdict):
                     live.update(_screen(run, verdict, console.width), refresh=True)
@@ -58,27 +60,18 @@ def watch(
                 live.update(f"waiting for {clean(str(path), 200)}", refresh=True)
             alert = _new_alert(verdict, told)
             if verdict is not None and alert is not None:
-                told = _newest(verdict)
+                told = newest_window(verdict)[1]
                 live.console.print(_alert_line(alert))
                 if notify is not None:
                     notify(alert)
-            if not is_live:
-                break
-            try:
+            if is_live:
                 time.sleep(interval)
-            except KeyboardInterrupt:
-                break
     return verdict.exit_code if verdict is not None else NoDataError.exit_code
-
-
-def _newest(verdict: Verdict) -> int:
-    """Last step of the newest window, -1 without one."""
-    return int(verdict.grid.last_step_W[-1]) if verdict.grid and len(verdict.grid.last_step_W) else -1
 
 
 def _new_alert(verdict: Verdict | None, told: int) -> Alert | None:
     """The alert of the newest window, unless that window was told of already."""
-    if verdict is None or _newest(verdict) <= told:
+    if verdict is None or newest_window(verdict)[1] == told:
         return None
     return alert_of(verdict, sentence(verdict))
 

@@ -263,3 +263,30 @@ def test_less_than_half_a_window_raises_no_alarm(bare: Any, tmp_path: Any) -> No
 def test_a_run_that_has_just_begun_raises_no_alarm(run: Any) -> None:
     """Routers begin uneven; without a length, three windows have to be there before one can alarm."""
     assert run(sick_between(1, 4)).changed == []
+
+
+def test_a_window_is_alerted_of_once(bare: Any, tmp_path: Any) -> None:
+    """A trainer that saves has it checked again in the same step."""
+    alerts: list[Alert] = []
+    loop = bare(notify=alerts.append)
+    for n in range(1, 13):
+        loop.step(n)
+        assert loop.gate.check(n) in ("FAIL", "NO DATA", "INSUFFICIENT")
+    loop.recorder.close()
+    with open_run(tmp_path) as stored:
+        told = [e.step for e in stored.events if e.kind.startswith("routing_")]
+    assert len(told) == len(set(told)) == len(alerts) > 1
+
+
+def test_a_resumed_run_is_not_paused_again_for_the_windows_before(bare: Any) -> None:
+    loop, n = bare(pause_when_severe=True), 0
+    while not loop.gate.pause_requested:
+        n += 1
+        loop.step(n)
+    loop.gate.load_state_dict(loop.gate.state_dict())
+    loop.gate.check(n)
+    assert not loop.gate.pause_requested
+    while not loop.gate.pause_requested:  # but for new ones it is
+        n += 1
+        loop.step(n)
+    loop.recorder.close()
