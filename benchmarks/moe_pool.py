@@ -2,7 +2,8 @@
 
     python benchmarks/moe_pool.py --tokens 16384 --rounds 7
 
-One layer per pool size, top-4, all in one process, taking turns; ratios to the smallest pool within each round.
+One layer per pool size, top-4, all in one process, taking turns; ratios to the smallest pool within each
+round.
 `real` routes by random router weights, `random` ignores the scores, as system tests do.
 """
 

@@ -194,7 +194,7 @@ class GateConfig(Config):
     factor: float = Field(default=0.1, ge=0, lt=1)
     dry_run: bool = False
     pause_when_severe: bool = False
-    notify: tuple[str, ...] = Field((), strict=False)
+    notify: tuple[str, ...] = Field(default=(), strict=False)
 
 
 class CheckpointConfig(Config):

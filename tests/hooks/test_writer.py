@@ -17,6 +17,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 
+import moe_audit.schema  # noqa: F401  before a test drops the rights to read it
 from moe_audit import spill as spill_module
 from moe_audit.hooks import store_file, writer
 from moe_audit.hooks.writer import Writer
@@ -235,25 +236,23 @@ def test_a_torn_spill_gives_back_its_whole_records(tmp_path, make_record):
 
 def test_a_store_that_turns_read_only(public_path, make_record, unprivileged, monkeypatch):
     folder, temporary = public_path / "run", public_path / "tmp"
-    for made in (folder, temporary):
-        made.mkdir()
-        made.chmod(0o777)
+    public_path.chmod(0o777)
     monkeypatch.setattr(spill_module.tempfile, "gettempdir", lambda: str(temporary))
     path = folder / "routing.db"
-    with unprivileged():
+    with unprivileged():  # all the way: the writer's thread has the rights of the process at every moment
+        folder.mkdir()
+        temporary.mkdir()
         w = Writer(path, LAYERS, SOURCES)
-    path.chmod(0o444)
-    folder.chmod(0o555)
-    with unprivileged():
+        path.chmod(0o444)
+        folder.chmod(0o555)
         for step in range(1, 10):
             w.submit(make_record(step))
             time.sleep(0.06)
         assert w.report().spilled > 0 and w.report().spill_path.parent == temporary
         with open_run(folder) as run:
             assert run.records == []
-    folder.chmod(0o777)
-    path.chmod(0o666)
-    with unprivileged():
+        folder.chmod(0o777)
+        path.chmod(0o666)
         assert w.flush()
         assert w.close().lost == 0
     assert steps_of(path) == list(range(1, 10))
