@@ -17,7 +17,6 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-import moe_audit.schema  # noqa: F401  before a test drops the rights to read it
 from moe_audit import spill as spill_module
 from moe_audit.hooks import store_file, writer
 from moe_audit.hooks.writer import Writer
@@ -237,6 +236,7 @@ def test_a_torn_spill_gives_back_its_whole_records(tmp_path, make_record):
 def test_a_store_that_turns_read_only(public_path, make_record, unprivileged, monkeypatch):
     folder, temporary = public_path / "run", public_path / "tmp"
     public_path.chmod(0o777)
+    Writer(public_path / "other.db", LAYERS, SOURCES).close()  # imports all that nobody may not read
     monkeypatch.setattr(spill_module.tempfile, "gettempdir", lambda: str(temporary))
     path = folder / "routing.db"
     with unprivileged():  # all the way: the writer's thread has the rights of the process at every moment
