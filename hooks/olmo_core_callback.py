@@ -55,8 +55,11 @@ class RoutingCallback(Callback):  # type: ignore[misc]
     def post_train_batch(self) -> None:
         """One optimizer step is done."""
         loss, self._forwards.loss = self._forwards.loss, None
-        lr = self.trainer.train_module.optim.param_groups[0]["lr"]
-        self.recorder.step(self.step, lr=float(lr), loss=loss)
+        group, gate = self.trainer.train_module.optim.param_groups[0], self._training_gate
+        lr = float(group["lr"]) if gate is None else gate.rate(group)
+        self.recorder.step(self.step, lr=lr, loss=loss)
+        if gate is not None and gate.pause_requested:
+            self.trainer.cancel_run("the training gate requests a pause")
 
     def post_checkpoint_saved(self, path: Any) -> None:
         """A record ends where a checkpoint does."""

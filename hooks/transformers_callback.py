@@ -146,11 +146,12 @@ class RoutingCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Puts the gate on the optimizer."""
         if self.gate_options is not None:
-            self.gate = TrainingGate(self.recorder, _bare(kwargs["optimizer"]), **self.gate_options)
+            self.gate = TrainingGate(self.recorder, kwargs["optimizer"], **self.gate_options)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keeps the learning rate of this step; the scheduler moves on before the step has ended."""
-        self._lr = float(kwargs["optimizer"].param_groups[0]["lr"])
+        group = kwargs["optimizer"].param_groups[0]
+        self._lr = float(group["lr"]) if self.gate is None else self.gate.rate(group)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """One optimizer step is done."""
@@ -174,8 +175,3 @@ def _columns(trainer: Any) -> list[str] | None:
     model = trainer.model
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     return [*inspect.signature(inner.forward).parameters, "label", "label_ids", *trainer.label_names]
-
-
-def _bare(optimizer: Any) -> Any:
-    """The torch optimizer in accelerate's."""
-    return getattr(optimizer, "optimizer", optimizer)
