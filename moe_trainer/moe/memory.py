@@ -15,7 +15,8 @@ def keep_freed_memory() -> bool:
 
     Large tensors otherwise get fresh pages at every allocation, which the kernel must zero. It is a setting
     of the whole process, so a program decides on it, not the layer; `moe-train` does. Memory that was used
-    once stays with the process.
+    once stays with the process, and the heap grows over the first few steps: an aligned block needs a hole
+    a little larger than itself.
 
     Returns:
         Whether the C library has the setting (glibc on Linux).

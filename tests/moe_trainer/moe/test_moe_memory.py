@@ -12,10 +12,10 @@ import resource, sys, torch
 from moe_trainer.moe.memory import keep_freed_memory
 if sys.argv[1] == "keep":
     assert keep_freed_memory()
-for i in range(6):
-    if i == 2:
+for i in range(60):
+    if i == 40:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    torch.full((2**25,), 1.0)
+    torch.full((2**22,), 1.0)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
