@@ -146,6 +146,10 @@ def find_routers(model: nn.Module, adapter: Adapter | None = None) -> list[Found
     for rank, candidate in enumerate(_registry if adapter is None else [adapter]):
         for name, module in candidate.find(model):
             matches.setdefault(id(module), _Match(rank, name, module, candidate))
+    if not matches and adapter is None:
+        from moe_audit.hooks.adapters.router_like import router_likes  # which builds on this module
+
+        matches = {id(m): _Match(0, name, m, like) for name, m, like in router_likes(model)}
     matches = _without_nested(_without_covered(matches, model))
     if not matches:
         raise _nothing_found(model)
