@@ -171,6 +171,7 @@ class TrainingGate:
         self.state.pause_requested = False  # it was obeyed
         if self.override and state["override"]:
             self.override.load_state_dict(state["override"])
+            self.override.active = self.state.action_ends is not None and not self.dry_run
 
     def check(self, step: int) -> str:
         """Judges what is recorded up to `step` and acts on it; on all ranks together. Returns the status.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -183,3 +185,21 @@ def run_stat(path: Path, phase: str, layer: int, name: str) -> Any:
 def read(path: Path, phase: str, layer: int, what: str) -> Any:
     with open_run(path, phase) as run:
         return getattr(run, what)(layer)
+
+
+@pytest.fixture(scope="session")
+def torchrun() -> Callable[[int, Path, Path], None]:
+    """torchrun(ranks, script, folder): runs the script on so many gloo ranks."""
+
+    def torchrun(ranks: int, script: Path, folder: Path) -> None:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+        done = subprocess.run(
+            [*command, str(ranks), str(script), str(folder)],
+            env={"OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+
+    return torchrun

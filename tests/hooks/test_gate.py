@@ -222,6 +222,8 @@ def test_an_action_ends_with_the_recorder(bare: Any) -> None:
     assert loop.optimizer.rates[-1] == 1.0
     assert loop.gate.check(99) == "FAIL"  # as a trainer does that saves after close()
     assert not loop.gate.override.active
+    loop.gate.load_state_dict(loop.gate.state_dict())  # saved after close(), inside the freeze
+    assert loop.gate.override.active
 
 
 def test_a_store_that_vanishes_is_told_and_does_not_stop_training(

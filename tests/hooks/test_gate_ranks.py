@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,12 @@ pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module", params=[2, 4])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, torchrun: Callable[..., None]
+) -> Path:
     """All scenarios once, with this many ranks."""
     folder = tmp_path_factory.mktemp(f"gate_ranks{request.param}")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    done = subprocess.run(
-        [*torchrun, str(request.param), str(WORKER), str(folder)],
-        capture_output=True, text=True, timeout=300, env={"OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
+    torchrun(request.param, WORKER, folder)
     return folder
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -28,15 +26,12 @@ def worker() -> ModuleType:
 
 
 @pytest.fixture(scope="module", params=[2, 4])
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
+def ranks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, torchrun: Callable[..., None]
+) -> tuple[int, Path]:
     """All scenarios once, with this many ranks; the folder of the stores."""
     folder = tmp_path_factory.mktemp(f"ranks{request.param}")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    done = subprocess.run(
-        [*torchrun, str(request.param), str(WORKER), str(folder)],
-        capture_output=True, text=True, timeout=300, env={"OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
+    torchrun(request.param, WORKER, folder)
     return request.param, folder
 
 
