@@ -15,7 +15,7 @@ if sys.argv[1] == "keep":
 for i in range(60):
     if i == 40:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    torch.full((2**22,), 1.0)
+    torch.full((2**24,), 1.0)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
