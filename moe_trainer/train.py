@@ -84,12 +84,12 @@ class Trainer:
                 loss = self.forward_backward()
                 self.update(loss)
                 log.advance(self.step, float(loss))
+                if self._due(self.config.checkpoint.save_every) or self._paused():
+                    checkpoint = self.save()  # judges, and so may begin an action
                 self._tell_gate_action(log)
                 if self._due(self.config.train.log_every):
                     pace = (self.step - first) / (time.perf_counter() - started)
                     self.report(log, float(loss), pace)
-                if self._due(self.config.checkpoint.save_every) or self._paused():
-                    checkpoint = self.save()
             end = "done" if self.step == steps else "paused by the training gate"
             log.message(f"{end}: step {self.step}, {checkpoint}")
         return checkpoint
