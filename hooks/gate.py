@@ -126,6 +126,7 @@ class TrainingGate:
         )
         self.state = GateState()
         self.verdict: Verdict | None = None  # of the last check, where there is a store
+        self.judged_step: int | None = None  # the step of that check
         self.override = None
         if action != "pause":
             self.override = LearningRateOverride(
@@ -260,6 +261,7 @@ class TrainingGate:
             return Decision("UNKNOWN", 0, 0, 0, step, self.recorder.flush_every)
         if self.verdict is None:
             return Decision("NO DATA", 0, 0, 0, step, self.recorder.flush_every)
+        self.judged_step = step
         self._write_report(step, self.verdict)
         self._alert(step, self.verdict)
         return Decision(

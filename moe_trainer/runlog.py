@@ -64,10 +64,11 @@ class RunLog:
 
     def message(self, text: str) -> None:
         """One line for the log file and the terminal."""
-        self._write(text)
+        self.note(text)
         self.console.print(text, markup=False)
 
-    def _write(self, text: str) -> None:
+    def note(self, text: str) -> None:
+        """One line for the log file alone."""
         self._file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
     def advance(self, step: int, loss: float) -> None:
@@ -95,7 +96,7 @@ class RunLog:
         trace: TracebackType | None,
     ) -> None:
         if error is not None:
-            self._write(f"stopped: {str(error) or type(error).__name__}")
+            self.note(f"stopped: {str(error) or type(error).__name__}")
         if self._progress is not None:
             self._progress.stop()
         self._tensorboard.close()

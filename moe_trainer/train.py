@@ -18,6 +18,7 @@ from torch import Tensor
 from moe_audit.hooks import Recorder, TrainingGate
 from moe_audit.reports.json import to_dict
 from moe_audit.reports.notify import Notifier
+from moe_audit.reports.wording import sentence, status_name
 from moe_audit.thresholds.errors import AuditError, UsageError
 from moe_trainer.checkpoint import Standing, load_checkpoint, save_checkpoint
 from moe_trainer.config import TrainConfig
@@ -86,7 +87,7 @@ class Trainer:
                 log.advance(self.step, float(loss))
                 if self._due(self.config.checkpoint.save_every) or self._paused():
                     checkpoint = self.save()  # judges, and so may begin an action
-                self._tell_gate_action(log)
+                self._tell_gate(log)
                 if self._due(self.config.train.log_every):
                     pace = (self.step - first) / (time.perf_counter() - started)
                     self.report(log, float(loss), pace)
@@ -220,9 +221,14 @@ class Trainer:
     def _paused(self) -> bool:
         return self.gate is not None and self.gate.pause_requested
 
-    def _tell_gate_action(self, log: RunLog) -> None:
-        """A line and a mark where an action of the gate begins or ends."""
-        if self.gate is not None and self.gate.action_ends != self.action_ends:
+    def _tell_gate(self, log: RunLog) -> None:
+        """A line in the log for each check; a mark where an action of the gate begins or ends."""
+        if self.gate is None:
+            return
+        if self.gate.judged_step == self.step and self.gate.verdict is not None:
+            verdict = self.gate.verdict
+            log.note(f"step {self.step}: checked, {status_name(verdict)}: {sentence(verdict)}")
+        if self.gate.action_ends != self.action_ends:
             self.action_ends = self.gate.action_ends
             log.mark(self.step, f"training gate: routing {self.gate.line()}")
 

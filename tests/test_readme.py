@@ -95,6 +95,21 @@ def test_check_and_statement(tmp_path: Path) -> None:
     assert (tmp_path / "release" / "routing_statement.json").is_file()
 
 
+def test_trainer_commands(tmp_path: Path) -> None:
+    """As they stand in the README, for a few steps only."""
+    (tmp_path / "moe_trainer").symlink_to(ROOT / "moe_trainer")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    commands = re.findall(r"^    (moe-train .*)$", README, flags=re.M)
+    assert [c.split()[1] for c in commands] == ["prepare", "run", "resume", "plan"]
+    few = {"run": " train.steps=2 train.micro_batch_sequences=2", "resume": " train.steps=3"}
+    for command in commands:
+        done = subprocess.run(
+            ["bash", "-c", command + few.get(command.split()[1], "")], cwd=tmp_path,
+            env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, command + done.stdout + done.stderr
+
+
 def test_policy(tmp_path: Path) -> None:
     (tmp_path / "policy.toml").write_text(SNIPPETS["policy"])
     policy = load_policy(tmp_path / "policy.toml")

@@ -53,6 +53,7 @@ def test_a_sick_run_is_held_told_of_and_left_by_last(sick: TrainConfig, tmp_path
     assert len(set(held)) == 1 or held == sorted(held, reverse=True)
     log = (folder / "train.log").read_text()
     assert f"step {begins[0]}: training gate: routing FAIL, hold to step {begins[0] + 8}" in log
+    assert "checked, FAIL: routing is not acceptable" in log
     assert "routing FAIL" in log and list((folder / "checks").glob("*.json"))
     saved = sorted((folder / "checkpoints").glob("step_*"))
     standings = {int(c.name[5:]): json.loads((c / "checkpoint.json").read_text()) for c in saved}
