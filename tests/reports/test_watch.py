@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pty
@@ -72,7 +73,8 @@ def test_follows_a_run_from_before_its_first_record_to_its_end(tmp_path: Path) -
 
 
 def test_in_a_terminal(tmp_path: Path) -> None:
-    """The command on a pseudo-terminal: each stage is on the screen before the next begins."""
+    """The command on a pseudo-terminal, wide enough that no line with the path of the run is broken: each
+    stage is on the screen before the next begins."""
     path = tmp_path / "run" / "routing.db"
     policy = tmp_path / "policy.toml"
     policy.write_text('extends = "default"\nlength = 4\nstride = 2\n')
@@ -80,15 +82,16 @@ def test_in_a_terminal(tmp_path: Path) -> None:
     command = [str(Path(sys.executable).with_name("moe-audit")), "watch", str(path.parent)]
     watching = subprocess.Popen(
         [*command, "--policy", str(policy), "--interval", "0.1"],
-        stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "xterm", "COLUMNS": "100"},
+        stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "xterm", "COLUMNS": "400"},
     )  # fmt: skip
     os.close(theirs)
     seen = b""
 
     def until(text: bytes) -> None:
         nonlocal seen
+        give_up = time.monotonic() + 30  # the screen is painted again and again, whatever is on it
         while text not in seen:
-            assert select.select([ours], [], [], 30)[0], seen.decode()
+            assert select.select([ours], [], [], 30)[0] and time.monotonic() < give_up, seen.decode()
             seen += os.read(ours, 4096)
 
     until(b"waiting for")
@@ -100,8 +103,17 @@ def test_in_a_terminal(tmp_path: Path) -> None:
     write(store, range(15, 25), COLLAPSED)
     until(b"pause the training")
     end(store, 24)
+    drain = threading.Thread(target=_drain, args=(ours,), daemon=True)
+    drain.start()  # a full terminal would block what it shows
     assert watching.wait(30) == 1
-    os.close(ours)
+
+
+def _drain(terminal: int) -> None:
+    """Reads until the other side is closed."""
+    with contextlib.suppress(OSError):
+        while os.read(terminal, 4096):
+            pass
+    os.close(terminal)
 
 
 def test_wrong_input_is_named(tmp_path: Path) -> None:
