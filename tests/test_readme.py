@@ -19,6 +19,7 @@ from moe_audit.hooks import Recorder, TrainingGate
 from moe_audit.record import LayerInfo, LayerRecord, Record
 from moe_audit.run import open_run
 from moe_audit.store import Store
+from moe_audit.table import METRICS
 from moe_audit.thresholds.gate_names import GATES
 from moe_audit.thresholds.policy import load_policy, preset_text
 
@@ -133,6 +134,10 @@ def gate_rows() -> list[str]:
 
 def test_the_table_of_gates_is_that_of_the_code() -> None:
     assert [row for row in gate_rows() if row not in README] == []
+
+
+def test_every_metric_has_its_formula() -> None:
+    assert [name for name in METRICS if f"`{name}`" not in README] == []
 
 
 def test_links_lead_somewhere() -> None:
