@@ -61,10 +61,6 @@ def _weak_balancing(facts: Facts) -> bool | None:
     return True if weight <= LOW_BALANCING else False if weight >= HIGH_BALANCING else None
 
 
-def _is_set(name: str) -> Callable[[Facts], bool | None]:
-    return lambda facts: True if facts.get(name) else None
-
-
 BALANCING = Cause(
     "the balancing weight is too low to hold the router",
     ("the run says balancing is {balancing}", "the store does not say how the load is balanced"),

@@ -186,9 +186,8 @@ class TrainingGate:
         self.state.next_check = self._next_check(step, decision)
         self.state.failing_in_a_row = decision.failing_in_a_row
         self.state.told = decision.newest_ends
-        is_new = (
-            decision.newest_begins > self.state.paused
-        )  # else the windows before a pause end the next run
+        # Windows from before a pause must not end the run that was resumed after it.
+        is_new = decision.newest_begins > self.state.paused
         if decision.failing_in_a_row >= SEVERE_IN_A_ROW and self.pause_when_severe and is_new:
             self._request_pause(step)
         fails = decision.failing_in_a_row > 0 and decision.newest_begins >= self.state.rearmed
