@@ -111,15 +111,14 @@ class _Sums:
         """Takes in rows of `load`."""
         counts, invalid, tokens = slab.arrays["counts"], slab.arrays["invalid"], slab.arrays["tokens"]
         assert counts is not None and invalid is not None  # NOT NULL in the schema
-        picks_nLS = counts.sum(-1, dtype=np.int64)
         where = (slab.layers, slab.rows)
         self.rows_LR[where] = True
-        self.picks_LR[where] = (picks_nLS.sum(-1) + invalid).T
+        self.picks_LR[where] = (counts.sum((-2, -1), dtype=np.int64) + invalid).T
         if tokens is not None:
             self.tokens_LR[where] = tokens.sum(-1).T
         if self.series is not None:
             self.series[0][where] = counts.sum(2, dtype=np.int64).swapaxes(0, 1)
-            self.series[1][where] = picks_nLS.swapaxes(0, 1)
+            self.series[1][where] = counts.sum(-1, dtype=np.int64).swapaxes(0, 1)
         for name, array in slab.arrays.items():
             if array is not None:
                 self._add(name, slab, array)

@@ -106,6 +106,7 @@ class _Judge:
         self.mix: tuple[float, str] = (0.0, "")
         self.source_mix: dict[str, float] = {}
         self.series = SeriesJudge(analysis, self.looks)
+        self.wants_series = not set(SERIES_GATES).isdisjoint(policy.gates)
 
     def verdict(self, fail_on: str) -> Verdict:
         analysis, policy, tally = self.analysis, self.policy, self.tally
@@ -172,7 +173,8 @@ class _Judge:
                 )
                 self.tally.add(judged)
                 uneven |= GATES[gate].family == "evenness" and bool((judged.status_W == Status.FAIL).any())
-        self.series.add(frame)
+        if self.wants_series:
+            self.series.add(frame)
         self._note_mix(frame)
         if uneven and frame.prob_WSE is not None:
             self._note_loss(frame)
@@ -182,14 +184,14 @@ class _Judge:
 
     def _note_mix(self, frame: LayerFrame) -> None:
         """Remembers the largest swing that the data mix made, where the router did not."""
-        if len(frame.sources) < 2 or not (frame.windows.previous_W >= 0).any():
+        limit = next((x for _, _, x in limits(self.policy, "tv", frame.info, ())), None)
+        least = (limit.warn if limit.warn is not None else limit.fail) if limit else None
+        if least is None or len(frame.sources) < 2 or not (frame.windows.previous_W >= 0).any():
             return
         router_W, mix_W = (0.5 * np.abs(x).sum(-1) for x in frame.shift_WE)
         mix_W = np.where(frame.windows.judged_W & ~np.isnan(mix_W), mix_W, 0.0)
         w = int(mix_W.argmax())
-        limit = next((x for _, _, x in limits(self.policy, "tv", frame.info, ())), None)
-        least = (limit.warn if limit.warn is not None else limit.fail) if limit else None
-        if least is None or mix_W[w] <= max(least, self.mix[0]):
+        if mix_W[w] <= max(least, self.mix[0]):
             return
         steps = f"{frame.windows.first_step_W[w]}-{frame.windows.last_step_W[w]}"
         self.mix = (

@@ -30,13 +30,18 @@ class Inspector:
     problems: list[Problem] = field(default_factory=list)
     unchecked: list[int] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self._known = np.array([r.tokens is not None for r in self.records])  # an import knows no tokens
+        self._tokens = np.array([r.tokens or 0 for r in self.records])
+        self._batches = np.array([r.microbatches or 0 for r in self.records])
+
     def __call__(self, blocks: LayerBlocks) -> None:
         self.problems += self._layer(blocks)
 
     def _layer(self, blocks: LayerBlocks) -> Iterator[Problem]:
         info, rows = blocks.info, np.asarray(self.rows)
+        known, per_record, batches = self._known, self._tokens, self._batches
         name = f"layer {info.layer} ({info.name})"
-        known = np.array([r.tokens is not None for r in self.records])  # an import knows no tokens
         missing = np.flatnonzero(~blocks.rows_R[rows] & known)
         if len(missing):
             yield problem(
@@ -56,8 +61,6 @@ class Inspector:
                 f"{name}: picks and invalid ids are not k x tokens in {_steps(self.records, broken)}: first"
                 f" {picks[r]} where {info.top_k} x {tokens[r]} belong",
             )
-        per_record = np.array([r.tokens or 0 for r in self.records])
-        batches = np.array([r.microbatches or 0 for r in self.records])
         calls = np.where(calls > 0, calls, batches)
         repeats = np.where(
             (batches > 0) & (calls % np.maximum(batches, 1) == 0), calls // np.maximum(batches, 1), 1

@@ -78,7 +78,7 @@ def damaged(path: Path, what: object) -> StoreError:
 
 def _connect(path: Path, options: str) -> sqlite3.Connection:
     uri = f"{path.resolve().as_uri()}?{options}"
-    return sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT, isolation_level=None)
+    return sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT, isolation_level=None, check_same_thread=False)
 
 
 def _readable(connection: sqlite3.Connection) -> bool:

@@ -159,6 +159,12 @@ def crc_seed(record: int, layer: int) -> int:
     return (record * 65537 + layer) & 0xFFFFFFFF
 
 
+def crc_seeds(record_n: Ints, layer_n: Ints) -> list[int]:
+    """`crc_seed` of many rows."""
+    seeds: list[int] = ((record_n * 65537 + layer_n) & 0xFFFFFFFF).tolist()
+    return seeds
+
+
 def record_crc(values: Sequence[Any]) -> int:
     """The CRC-32 of a record's scalars, `RECORD_COLUMNS` in order."""
     return zlib.crc32(json.dumps(list(values)).encode())

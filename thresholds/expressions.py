@@ -67,9 +67,10 @@ def parse(text: str) -> ast.expr:
     return tree
 
 
-def names(text: str) -> set[str]:
+@lru_cache(maxsize=512)
+def names(text: str) -> frozenset[str]:
     """The variables that an expression uses."""
-    return {n.id for n in ast.walk(parse(text)) if isinstance(n, ast.Name) and n.id in VARIABLES}
+    return frozenset(n.id for n in ast.walk(parse(text)) if isinstance(n, ast.Name) and n.id in VARIABLES)
 
 
 def evaluate(text: str, values: Mapping[str, float]) -> float:

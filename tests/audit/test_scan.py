@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moe_audit import open_run
+from moe_audit import open_run, scan
 from moe_audit.blocks import read_blocks
 from moe_audit.record import LayerInfo, LayerRecord, Record
 from moe_audit.run import Run
@@ -92,8 +92,15 @@ def assert_agrees(run: Run, rows: np.ndarray) -> None:
     assert sorted(seen) == [info.layer for info in run.layers]
 
 
+@pytest.fixture(params=[False, True], ids=["in turn", "ahead"])
+def ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small chunks, and with `ahead` a thread that reads them, as it does for long runs."""
+    monkeypatch.setattr(scan, "CHUNK_ROWS", 24)
+    monkeypatch.setattr(scan, "AHEAD_ROWS", 0 if request.param else 10**9)
+
+
 @pytest.mark.parametrize("ragged", [False, True])
-def test_one_pass_agrees_with_layer_by_layer(tmp_path: Path, ragged: bool) -> None:
+def test_one_pass_agrees_with_layer_by_layer(tmp_path: Path, ragged: bool, ahead: None) -> None:
     with open_run(make(tmp_path / "routing.db", ragged=ragged)) as run:
         assert_agrees(run, np.arange(len(run.records)))
         assert_agrees(run, np.arange(10, 14))  # few records: by the index
@@ -101,7 +108,7 @@ def test_one_pass_agrees_with_layer_by_layer(tmp_path: Path, ragged: bool) -> No
 
 
 @pytest.mark.parametrize("column", ["counts", "prob_sum", "tokens", "top1", "peak", "logit_std"])
-def test_a_flipped_bit_is_found(tmp_path: Path, column: str) -> None:
+def test_a_flipped_bit_is_found(tmp_path: Path, column: str, ahead: None) -> None:
     path = make(tmp_path / "routing.db")
     table = "layer_stat" if column in ("peak", "logit_std") else "load"
     connection = sqlite3.connect(path)
@@ -117,7 +124,7 @@ def test_a_flipped_bit_is_found(tmp_path: Path, column: str) -> None:
 
 
 @pytest.mark.parametrize("value", [b"", b"\0" * 5])
-def test_an_array_of_a_wrong_size_is_damage(tmp_path: Path, value: bytes) -> None:
+def test_an_array_of_a_wrong_size_is_damage(tmp_path: Path, value: bytes, ahead: None) -> None:
     path = make(tmp_path / "routing.db")
     connection = sqlite3.connect(path)
     connection.execute("UPDATE load SET counts = ? WHERE record = 9 AND layer = 1", (value,))
@@ -125,3 +132,32 @@ def test_an_array_of_a_wrong_size_is_damage(tmp_path: Path, value: bytes) -> Non
     connection.close()
     with open_run(path) as run, pytest.raises(StoreError):
         list(read_blocks(run, run.layers, np.zeros(len(run.records), np.int64), 1))
+
+
+def test_arrays_of_two_rows_exchanged_are_damage(tmp_path: Path, ahead: None) -> None:
+    """Joined, the arrays of a chunk have the right size and the right checksums, each at another row."""
+    path = make(tmp_path / "routing.db")
+    connection = sqlite3.connect(path)
+    select = "SELECT counts, crc FROM load WHERE record = 9 AND layer = ?"
+    rows = [connection.execute(select, (layer,)).fetchone() for layer in (0, 1)]
+    for layer, row in zip((1, 0), rows):
+        connection.execute(
+            "UPDATE load SET counts = ?, crc = ? WHERE record = 9 AND layer = ?", (*row, layer)
+        )
+    connection.commit()
+    connection.close()
+    with open_run(path) as run, pytest.raises(StoreError, match="record 9, layer [01]"):
+        list(read_blocks(run, run.layers, np.zeros(len(run.records), np.int64), 1))
+
+
+def test_stores_without_checksums_and_with_far_row_numbers_are_read(tmp_path: Path, ahead: None) -> None:
+    """Others may write by the schema: checksums may be missing, rows may have any number."""
+    path = make(tmp_path / "routing.db")
+    connection = sqlite3.connect(path)
+    connection.execute("UPDATE load SET crc = NULL WHERE record > 20")
+    connection.execute("UPDATE load SET rowid = rowid - 5000000000 WHERE record < 10")
+    connection.execute("UPDATE load SET rowid = rowid + 5000000000 WHERE record > 30")
+    connection.commit()
+    connection.close()
+    with open_run(path) as run:
+        assert_agrees(run, np.arange(len(run.records)))
