@@ -8,6 +8,7 @@ import sys
 # mallopt parameters of glibc, from its malloc.h.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_MAX = -4
+_NEVER = -1
 
 
 def keep_freed_memory() -> bool:
@@ -26,4 +27,4 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    return bool(mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, 2**31 - 1))
+    return bool(mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, _NEVER))

@@ -274,3 +274,36 @@ print(one, torch.get_num_threads(), status)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.split("\n")[0] == "[1, 1] 2 0", done.stderr
+
+
+def test_backward_fills_no_gradient_for_what_the_forward_keeps() -> None:
+    experts = build(4, torch.float32, hidden=64, backend="loop")
+    x_TD = torch.randn(512, 8, requires_grad=True)
+    slots_N, offs_E = plan(torch.randint(4, (512, 2)), 4)
+    y_TD = experts.combine(x_TD, torch.full((512, 2), 0.5), slots_N, offs_E)
+    with torch.profiler.profile(record_shapes=True) as profile:
+        y_TD.sum().backward()
+    kept = 1024 * 128
+    filled = [event.input_shapes[0] for event in profile.events() if event.name == "aten::fill_"]
+    assert filled and all(torch.Size(shape).numel() < kept for shape in filled)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts the threads in /proc")
+def test_openmp_threads_end_before_the_experts_threads_begin() -> None:
+    code = """
+import os, torch
+from moe_trainer.moe.blocked import _pause_openmp, end_openmp_threads
+torch.set_num_threads(3)
+x = torch.ones(2**20)
+counts = []
+for _ in range(2):
+    (x + 1).sum()
+    counts.append(len(os.listdir("/proc/self/task")))
+    end_openmp_threads()
+    counts.append(len(os.listdir("/proc/self/task")))
+print(_pause_openmp is not None, counts[0] - counts[1], counts[2] - counts[3], float((x + 1).sum()) == 2**21)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    can, first, second, right = done.stdout.split()
+    assert right == "True"
+    assert (first, second) == ("2", "2") or can == "False"
