@@ -303,7 +303,8 @@ for _ in range(2):
     counts.append(len(os.listdir("/proc/self/task")))
 print(_pause_openmp is not None, counts[0] - counts[1], counts[2] - counts[3], float((x + 1).sum()) == 2**21)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     can, first, second, right = done.stdout.split()
     assert right == "True"
     assert (first, second) == ("2", "2") or can == "False"
