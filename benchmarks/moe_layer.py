@@ -91,7 +91,9 @@ def tensors(point: Point) -> dict[str, Any]:
     }
 
 
-def ours(point: Point, t: dict[str, Any], allocator: bool = True) -> Callable[[Any], Any]:
+def ours(
+    point: Point, t: dict[str, Any], allocator: bool = True, compiled: bool = False
+) -> Callable[[Any], Any]:
     import torch
 
     from moe_trainer.moe import MoEConfig
@@ -111,7 +113,8 @@ def ours(point: Point, t: dict[str, Any], allocator: bool = True) -> Callable[[A
         layer.router.weight.copy_(t["router"])
         layer.experts.w_up_gate.copy_(torch.cat([t["up"], t["gate"]], 1))
         layer.experts.w_down.copy_(t["down"])
-    return _module(layer, lambda x: layer(x)[0])
+    forward = torch.compile(layer) if compiled else layer
+    return _module(layer, lambda x: forward(x)[0])
 
 
 def ours_bf16(point: Point, t: dict[str, Any]) -> Callable[[Any], Any]:
@@ -270,6 +273,7 @@ def _module(module: Any, forward: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 SIDES: dict[str, Callable[[Point, dict[str, Any]], Callable[[Any], Any]]] = {
     OURS: ours,
+    "moe_trainer (torch.compile)": lambda point, t: ours(point, t, compiled=True),
     "moe_trainer (default allocator)": lambda point, t: ours(point, t, allocator=False),
     "transformers grouped_mm": transformers_block("grouped_mm"),
     "transformers eager": transformers_block("eager"),
@@ -413,37 +417,48 @@ def measure(number: int, pairs: int, names: list[str], threads: int, clock: str)
 
 
 def table(results: dict[str, Any]) -> str:
-    """Markdown: one row a point and side."""
-    lines = [
-        "| point | side | ms | of peak | times ours (95 %) | peak memory MB |",
-        "| --- | --- | ---: | ---: | ---: | ---: |",
+    """Markdown: times, one row a point and one column a peer; then peak memory; then what is absent."""
+    peers = [name for name in SIDES if any(name in r["sides"] for r in results.values()) and name != OURS]
+    ordered = [results[number] for number in sorted(results)]
+    head = f"| point | {OURS}, ms | of peak | " + " | ".join(peers) + " |"
+    lines = [head, "| --- | ---: | ---: |" + " ---: |" * len(peers)]
+    for result in ordered:
+        own = result["sides"][OURS]
+        cells = [_times(result["sides"].get(name)) for name in peers]
+        time_and_rate = f"{own['milliseconds']:.0f} | {own['share_of_peak']:.0%}"
+        lines.append(f"| {result['point']} | {time_and_rate} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        "| peak memory, MB | " + " | ".join([OURS, *peers]) + " |",
+        "| --- |" + " ---: |" * (1 + len(peers)),
     ]
-    for number in sorted(results):
-        result = results[number]
-        for name, side in result["sides"].items():
-            if name == PEAK:
-                continue
-            middle, low, high = side["times_ours"]
-            lines.append(
-                f"| {result['point']} | {name} | {side['milliseconds']:.0f} | {side['share_of_peak']:.0%} "
-                f"| {middle:.2f} ({low:.2f} to {high:.2f}) | {side['peak_memory_mb']:,.0f} |"
-            )
-        for name, reason in result["absent"].items():
-            lines.append(f"| {result['point']} | {name} | - | - | {reason} | - |")
-    fastest = []
-    for result in results.values():
-        peers = [
-            s["times_ours"][0]
-            for n, s in result["sides"].items()
-            if n != PEAK and OURS not in n and n not in IN_BF16
-        ]
-        if peers:
-            fastest.append(min(peers))
+    for result in ordered:
+        sides = [result["sides"].get(name) for name in (OURS, *peers)]
+        cells = [f"{side['peak_memory_mb']:,.0f}" if side else "-" for side in sides]
+        lines.append(f"| {result['point']} | {' | '.join(cells)} |")
+    fastest = [best for result in ordered if (best := _fastest_peer(result)) is not None]
     if fastest:
         mean = statistics.geometric_mean(fastest)
-        lines.append("")
-        lines.append(f"Fastest fp32 peer over ours, geometric mean of {len(fastest)} points: {mean:.2f}x")
-    return "\n".join(lines)
+        lines += ["", f"Fastest fp32 peer over ours, geometric mean of {len(fastest)} points: {mean:.2f}x"]
+    absent = {
+        f"{result['point']}, {name}: {why}" for result in ordered for name, why in result["absent"].items()
+    }
+    return "\n".join([*lines, *sorted(absent)])
+
+
+def _times(side: dict[str, Any] | None) -> str:
+    """How many times as long as ours, with the interval."""
+    return "{:.2f} ({:.2f} to {:.2f})".format(*side["times_ours"]) if side else "-"
+
+
+def _fastest_peer(result: dict[str, Any]) -> float | None:
+    """The smallest median ratio to ours among the packages' and the plain fp32 sides as shipped."""
+    ratios = [
+        side["times_ours"][0]
+        for name, side in result["sides"].items()
+        if name != PEAK and OURS not in name and name not in IN_BF16 and "our allocator" not in name
+    ]
+    return min(ratios, default=None)
 
 
 def parts(number: int, repeats: int, threads: int) -> str:
