@@ -19,9 +19,8 @@ Floats = npt.NDArray[np.float64]
 
 def divide(a: Array | float, b: Array | float) -> Floats:
     """a / b as float64; NaN where b is 0."""
-    a, b = np.broadcast_arrays(np.asarray(a, np.float64), np.asarray(b, np.float64))
-    out: Floats = np.divide(a, b, out=np.full(b.shape, np.nan), where=b != 0)
-    return out
+    b = np.asarray(b, np.float64)
+    return np.asarray(np.asarray(a, np.float64) / np.where(b == 0, np.nan, b))
 
 
 def shares(n: Array) -> Floats:

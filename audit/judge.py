@@ -135,11 +135,12 @@ class Tally:
     def add(self, judged: Judged) -> None:
         """Takes in one judged column."""
         status_W = judged.status_W
-        if not (status_W >= 0).any():
+        count_of = np.bincount(status_W[status_W >= 0], minlength=len(Status)).tolist()
+        if not any(count_of):
             return
-        for status in (Status.PASS, Status.WARN, Status.INSUFFICIENT, Status.FAIL):
-            self.totals[status] += int((status_W == status).sum())
-        if ((status_W >= 0) & (status_W != Status.INSUFFICIENT)).any():
+        for status in Status:
+            self.totals[status] += count_of[status]
+        if sum(count_of) > count_of[Status.INSUFFICIENT]:
             self.decided.add(judged.gate)
         badness_W = judged.badness_W()
         w = int(badness_W.argmax())

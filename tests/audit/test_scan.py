@@ -146,7 +146,7 @@ def test_arrays_of_two_rows_exchanged_are_damage(tmp_path: Path, ahead: None) ->
         )
     connection.commit()
     connection.close()
-    with open_run(path) as run, pytest.raises(StoreError, match="record 9, layer [01]"):
+    with open_run(path) as run, pytest.raises(StoreError, match=r"record 9, layer [01]"):
         list(read_blocks(run, run.layers, np.zeros(len(run.records), np.int64), 1))
 
 
