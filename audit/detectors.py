@@ -38,7 +38,8 @@ def cusum(x_D: Floats, least_sigma: float = 0.0, alarm: float = 5.0) -> Cusum:
 
     Args:
         x_D: The series over disjoint windows.
-        least_sigma: Deviations below this count as this: a change that harms nothing is no drift.
+        least_sigma: Deviations below this count as this: a change that harms nothing, or is sampling noise,
+            is no drift. Counts of a few tokens stay the same for long, and what leaves them is no surprise.
         alarm: Where the reference stops to learn.
 
     >>> x = np.array([1.0, 1.2, 0.9, 1.1, 1.0, 0.8, 1.1, 0.9] + [1.0] * 4 + [2.0] * 4)

@@ -16,9 +16,10 @@ import numpy.typing as npt
 from moe_audit import detectors
 from moe_audit import formulas as m
 from moe_audit.attribution import attribute
-from moe_audit.column import Column, Looks
+from moe_audit.column import Column, Looks, effective_tokens
 from moe_audit.frame import Analysis, LayerFrame
 from moe_audit.judge import Judged, judge_column, limits
+from moe_audit.thresholds import floors
 from moe_audit.thresholds.policy import Limit, Policy
 from moe_audit.windows import positive_int, record_spacing
 
@@ -52,8 +53,10 @@ class SeriesJudge:
         self.lag = None if self.cycle is None or self.cycle < 2 * steps else round(self.cycle / steps)
         self.frames: list[LayerFrame] = []
         self.series: dict[str, list[Floats]] = {name: [] for name in DRIFT_SERIES}
+        self.noise: dict[str, list[Floats]] = {name: [] for name in DRIFT_SERIES}
         self.periods: list[tuple[float, float, Floats] | None] = []
         self.static: list[Floats] = []
+        self.tokens: list[Floats] = []
         self.counts: list[Array] = []
 
     def add(self, frame: LayerFrame) -> None:
@@ -64,7 +67,15 @@ class SeriesJudge:
         self.series["max_load"].append(m.max_load(n_DE))
         self.series["min_load"].append(m.min_load(n_DE))
         self.series["cramers_v"].append(m.cramers_v(counts_DSE, frame.k, frame.phi1_W[rows]))
+        m_D, phi_D, sources_D = frame.m_W[rows], frame.phi1_W[rows], (frame.m_WS[rows] > 0).sum(-1)
+        # The largest of many loads deviates by about half as much as one of them.
+        load_D = 0.5 * floors.cv_floor(frame.N, frame.k, m_D, phi_D)
+        balanced_D = m.balanced_assignments(counts_DSE)
+        v_D = floors.association_floor(frame.N, frame.k, sources_D, balanced_D, phi_D, z=1.0)
+        for name, noise_D in (("max_load", load_D), ("min_load", load_D), ("cramers_v", v_D)):
+            self.noise[name].append(np.nan_to_num(noise_D, posinf=0.0))
         self.counts.append(counts_DSE)
+        self.tokens.append(effective_tokens(frame, None))
         self.static.append(detectors.static_windows(frame.counts_WSE, frame.windows.judged_W))
         if frame.series is not None and self.lag is not None and len(self.judged):
             windows = frame.windows
@@ -90,47 +101,44 @@ class SeriesJudge:
             (x for s, _, x in limits(policy, gate, self.analysis.layers[layer], ()) if s is None), None
         )
 
-    def _judged(self, policy: Policy, gate: str, layer: int, column: Column) -> Iterator[Judged]:
-        limit = self._limit(policy, gate, layer)
+    def _judged(
+        self, gate: str, layer: int, limit: Limit | None, column: Column, *, noise_aware: bool
+    ) -> Iterator[Judged]:
         if limit is not None:
-            yield judge_column(
-                gate,
-                self.analysis.layers[layer],
-                "all",
-                limit,
-                column,
-                self.analysis.windows.judged_W,
-                noise_aware=policy.noise_aware,
-            )
+            info, judged_W = self.analysis.layers[layer], self.analysis.windows.judged_W
+            yield judge_column(gate, info, "all", limit, column, judged_W, noise_aware=noise_aware)
 
-    def _no_tokens(self) -> Floats:
+    def _blank(self) -> Floats:
         return np.full(len(self.analysis.windows), np.nan)
 
     def _drift(self, policy: Policy, skip: Callable[[str, str], None]) -> Iterator[Judged]:
-        if len(self.disjoint) <= detectors.BASELINE_WINDOWS:
+        looked_at = len(self.disjoint) - detectors.BASELINE_WINDOWS
+        if looked_at < 1:
             skip(
                 "drift",
                 f"{len(self.disjoint)} disjoint windows, where {detectors.BASELINE_WINDOWS + 1} are needed",
             )
             return
-        results, worst_layers, names = [], [], []
-        for name, (largest, least_sigma) in DRIFT_SERIES.items():
-            x_LD = np.stack(self.series[name])
-            if np.isnan(x_LD).all(0).any():
-                continue
-            x_D, layer_D = detectors.worst_layer(x_LD, largest=largest)
-            results.append(detectors.cusum(x_D, least_sigma))
-            worst_layers.append(layer_D)
-            names.append(name)
-        if not results:
+        series = {name: np.stack(x) for name, x in self.series.items()}
+        series = {name: x_LD for name, x_LD in series.items() if not np.isnan(x_LD).all(0).any()}
+        if not series:
             skip("drift", "a window without a value breaks the series")
             return
+        floor = floors.cusum_floor(self.looks.alpha, 2 * len(series) * looked_at)
+        results, worst_layers, names = [], [], []
+        for name, x_LD in series.items():
+            largest, least_sigma = DRIFT_SERIES[name]
+            x_D, layer_D = detectors.worst_layer(x_LD, largest=largest)
+            sigma = max(least_sigma, float(np.median(np.stack(self.noise[name]).max(0))))
+            results.append(detectors.cusum(x_D, sigma, floor))
+            worst_layers.append(layer_D)
+            names.append(name)
         values = np.stack([r.value_D for r in results])
         top_D = np.where(np.isnan(values), -1, values).argmax(0)
         D = len(self.disjoint)
         layer_D = np.array([worst_layers[top_D[d]][d] for d in range(D)])
         for layer in np.unique(layer_D):
-            value_W = np.full(len(self.analysis.windows), np.nan)
+            value_W = self._blank()
             mine = np.flatnonzero(layer_D == layer)
             value_W[self.disjoint[mine]] = values.max(0)[mine]
             describe = {
@@ -142,11 +150,22 @@ class SeriesJudge:
                 )
                 for d in mine
             }
-            column = self._drift_column(int(layer), value_W, describe)
-            yield from self._judged(policy, "drift", int(layer), column)
+            limit = self._limit(policy, "drift", int(layer))
+            raised = None if limit is None else _raised(limit, floor)
+            remark = ""
+            if raised != limit:
+                remark = f"; noise alone reaches {floor:.1f} when {looked_at} windows are looked at"
+            column = self._drift_column(int(layer), value_W, floor, describe, remark)
+            # The floor is in the limit: what passes it is decided.
+            yield from self._judged("drift", int(layer), raised, column, noise_aware=False)
 
     def _drift_column(
-        self, layer: int, value_W: Floats, describe: dict[int, tuple[str, int, int, bool]]
+        self,
+        layer: int,
+        value_W: Floats,
+        floor: float,
+        describe: dict[int, tuple[str, int, int, bool]],
+        remark: str,
     ) -> Column:
         counts_DSE = self.counts[layer]
 
@@ -168,9 +187,9 @@ class SeriesJudge:
             sources = self.analysis.sources
             if len(sources) > 1 and shift.by_source_S.any():
                 text += f"; source {sources[shift.sources[0]]} moved most"
-            return text
+            return text + remark
 
-        return Column(value_W, None, self._no_tokens(), experts=experts, note=note)
+        return Column(value_W, np.full(len(value_W), floor), self.tokens[layer], experts=experts, note=note)
 
     def _periodicity(self, policy: Policy, skip: Callable[[str, str], None]) -> Iterator[Judged]:
         if self.cycle is None:
@@ -187,7 +206,7 @@ class SeriesJudge:
             if period is None or math.isnan(period[0]):
                 continue
             correlation, swing, swing_E = period
-            value_W, floor_W = self._no_tokens(), self._no_tokens()
+            value_W, floor_W = self._blank(), self._blank()
             harmless = swing < detectors.SMALLEST_SWING
             value_W[w] = min(correlation, 0.0) if harmless else correlation
             windows, N = self.analysis.windows, len(swing_E)
@@ -201,11 +220,12 @@ class SeriesJudge:
             column = Column(
                 value_W,
                 floor_W,
-                self._no_tokens(),
+                self.tokens[layer],
                 experts=lambda w, limit, swing_E=swing_E: np.argsort(-swing_E)[:3],  # type: ignore[misc]
                 note=lambda w, note=note: note,  # type: ignore[misc]
             )
-            yield from self._judged(policy, "periodicity", layer, column)
+            limit = self._limit(policy, "periodicity", layer)
+            yield from self._judged("periodicity", layer, limit, column, noise_aware=policy.noise_aware)
 
     def _static(self, policy: Policy, skip: Callable[[str, str], None]) -> Iterator[Judged]:
         if len(self.judged) < detectors.STATIC_WINDOWS:
@@ -215,9 +235,16 @@ class SeriesJudge:
             column = Column(
                 value_W,
                 None,
-                self._no_tokens(),
+                self.tokens[layer],
                 note=lambda w: (
                     f"the same counts in {detectors.STATIC_WINDOWS} windows: the router is not learning"
                 ),
             )
-            yield from self._judged(policy, "static_router", layer, column)
+            limit = self._limit(policy, "static_router", layer)
+            yield from self._judged("static_router", layer, limit, column, noise_aware=policy.noise_aware)
+
+
+def _raised(limit: Limit, floor: float) -> Limit:
+    """The limit, or where noise alone passes it, what noise does not pass."""
+    warn, fail = (None if x is None else max(x, floor) for x in (limit.warn, limit.fail))
+    return Limit(limit.op, None if warn == fail else warn, fail)

@@ -52,6 +52,25 @@ def chi2_quantile(df: float, z: float) -> float:
     return df * max(0.0, 1 - 2 / (9 * df) + z * math.sqrt(2 / (9 * df))) ** 3
 
 
+def cusum_floor(alpha: float, looks: int) -> float:
+    """The CUSUM statistic (slack 0.5, standard deviations) that noise passes with probability alpha.
+
+    Its one-sided run length without a change is 2 (e^(h+1.166) - 2.166 - h) (Siegmund 1985); h is where that
+    is looks / alpha.
+
+    Args:
+        alpha: False alarms allowed over all looks.
+        looks: Windows x series x sides.
+
+    >>> round(cusum_floor(1.0, 938), 2)  # 938 windows at h = 5 by the table
+    5.0
+    """
+    h = 0.0
+    for _ in range(60):  # a contraction: the slope is below 1/3
+        h = math.log(looks / alpha / 2 + 2.166 + h) - 1.166
+    return max(h, 0.0)
+
+
 def cv_floor(
     num_experts: int, top_k: int, assignments: Array, phi: Array = 1.0, z: float | None = None
 ) -> Floats:
