@@ -65,7 +65,8 @@ distributed: $(VENV)/dev.stamp
 
 parity: $(PARITY)/stamp $(PARITY4)/stamp
 	$(PARITY)/bin/python -m pytest -m parity tests/parity
-	$(PARITY4)/bin/python -m pytest -m parity tests/parity/test_adapter_transformers_4.py tests/parity/test_callbacks.py
+	$(PARITY4)/bin/python -m pytest -m parity tests/parity/test_adapter_transformers_4.py tests/parity/test_callbacks.py \
+		tests/parity/test_more_callbacks.py
 
 browser: $(VENV)/dev.stamp
 	command -v chromium >/dev/null || { apt-get update -q && apt-get install -y -q chromium chromium-driver; }

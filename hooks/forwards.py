@@ -22,7 +22,9 @@ class ForwardMicrobatches:
         model: The module that the trainer calls, without DDP or compile around it.
         source_key: Keyword argument with the source ids, (B,) or (B, S), taken out. Missing: unlabelled.
         mask_key: Keyword argument with a mask, True or 1 where a token counts; it stays. It counts only where
-            it has two dimensions: attention masks of four say nothing about padding alone.
+            it has two dimensions: attention masks of four say nothing about padding alone. Of one that is
+            longer than the input (decoding with a cache) the last columns count. That of an encoder-decoder
+            is the encoder's alone and is not read.
 
     Attributes:
         enabled: False: forwards are not recorded at all (warm-up, dummy batches).
@@ -59,8 +61,7 @@ class ForwardMicrobatches:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         sources = kwargs.get(self.source_key)
-        mask = kwargs.get(self.mask_key)
-        mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+        mask = _mask_of_input(module, args, kwargs, self.mask_key)
         self._open = self.recorder.microbatch(sources, mask) if self.enabled else self.recorder.paused()
         self._open.__enter__()
         return args, {key: value for key, value in kwargs.items() if key != self.source_key}
@@ -76,3 +77,16 @@ class ForwardMicrobatches:
         loss = getattr(output, "loss", None)
         if self.enabled and module.training and isinstance(loss, Tensor) and loss.numel() == 1:
             self.loss = loss.detach() if self.loss is None else self.loss + loss.detach()
+
+
+def _mask_of_input(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], key: str
+) -> Tensor | None:
+    """The mask (B, S) of the tokens that this forward is given; None where none tells."""
+    mask = kwargs.get(key)
+    config = getattr(model, "config", None)
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or getattr(config, "is_encoder_decoder", False):
+        return None
+    given = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1])
+    tokens = next((x for x in given if isinstance(x, Tensor) and x.dim() >= 2), None)
+    return mask if tokens is None else mask[:, -tokens.shape[1] :]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from olmo_core.train.callbacks import Callback
 
@@ -19,7 +19,7 @@ class RoutingCallback(Callback):  # type: ignore[misc]
 
     The data loader may put `source_ids` into the batch, (B,) or (B, S): the trainer splits them into
     micro-batches like everything else, and they are taken out before the model sees them. The dry-run batch
-    is not recorded.
+    is not recorded. A record ends where a checkpoint does, and the gate's state is in it.
 
     Attributes:
         path: The store to write, `….db`.
@@ -28,6 +28,8 @@ class RoutingCallback(Callback):  # type: ignore[misc]
         options: Of `Recorder.attach`.
         recorder: From the start of training on.
     """
+
+    priority: ClassVar[int] = 2  # above the checkpointer's 1: a step is told before its checkpoint is taken
 
     path: str = "routing.db"
     sources: list[str] | None = None
@@ -38,6 +40,7 @@ class RoutingCallback(Callback):  # type: ignore[misc]
         self.recorder: Any = None
         self._forwards: Any = None
         self._training_gate: Any = None
+        self._saved_gate: Any = None  # of a checkpoint, which is loaded before training begins
 
     def pre_train(self) -> None:
         """Attaches, before the model is compiled by its first (dry-run) batch."""
@@ -47,6 +50,8 @@ class RoutingCallback(Callback):  # type: ignore[misc]
         self._forwards.enabled = False
         if self.gate is not None:
             self._training_gate = TrainingGate(self.recorder, module.optim, **self.gate)
+            if self._saved_gate is not None:
+                self._training_gate.load_state_dict(self._saved_gate)
 
     def pre_step(self, batch: dict[str, Any]) -> None:
         """From the first real batch on, forwards count."""
@@ -61,9 +66,15 @@ class RoutingCallback(Callback):  # type: ignore[misc]
         if gate is not None and gate.pause_requested:
             self.trainer.cancel_run("the training gate requests a pause")
 
-    def post_checkpoint_saved(self, path: Any) -> None:
-        """A record ends where a checkpoint does."""
-        self.recorder.flush()
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps: the gate's state. The trainer asks for it when it begins to save."""
+        if self.recorder is not None:
+            self.recorder.flush()
+        return {} if self._training_gate is None else {"gate": self._training_gate.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keeps the gate's state for the beginning of training."""
+        self._saved_gate = state_dict.get("gate")
 
     def close(self) -> None:
         """Writes the rest, also after an error."""

@@ -16,6 +16,7 @@ from moe_audit.hooks.recorder import Recorder
 from moe_audit.thresholds.errors import UsageError
 
 SOURCE_KEY = "source_ids"
+GATE_KEY = "moe_audit_gate"  # in the trainer's state, which is saved with each checkpoint
 
 
 def audit_trainer(
@@ -37,11 +38,13 @@ def audit_trainer(
         path: The store to write, `….db`.
         sources: Names of the sources; None: everything is unlabelled and no column is read.
         source_column: Holds one source per sequence (a name or an id), or one id per token.
-        gate: Arguments of a `TrainingGate` on the trainer's optimizer, such as {"action": "hold"}.
+        gate: Arguments of a `TrainingGate` on the trainer's optimizer, such as {"action": "hold"}. Its state
+            is kept in the trainer's checkpoints.
         **options: Of `Recorder.attach`.
 
     Returns:
-        The recorder. It is closed at the end of training, when model and trainer are left as they were.
+        The recorder. It is closed at the end of training. Once it is closed, model and trainer are as they
+        were.
 
     Raises:
         UsageError: See `Recorder.attach`.
@@ -56,11 +59,16 @@ def audit_trainer(
         )
         trainer.args.remove_unused_columns = False  # the collator does it, and keeps the sources
 
+    callback = RoutingCallback(recorder, forwards, gate)
+
     def restore() -> None:
         forwards.remove()
         trainer.data_collator, trainer.args.remove_unused_columns = collator, removes
+        handler = trainer.callback_handler  # a new list: the trainer may be going through the old one
+        handler.callbacks = [other for other in handler.callbacks if other is not callback]
 
-    trainer.add_callback(RoutingCallback(recorder, forwards, restore, gate))
+    recorder.on_close(restore)
+    trainer.add_callback(callback)
     return recorder
 
 
@@ -98,24 +106,47 @@ class SourceCollator:
         batch = self.collate(
             [{k: v for k, v in row.items() if k in keep and k != self.column} for row in rows]
         )
-        batch[SOURCE_KEY] = self._ids(labels, batch)
+        batch[SOURCE_KEY] = self._ids(labels, rows, batch)
         return batch
 
-    def _ids(self, labels: list[Any], batch: dict[str, Any]) -> torch.Tensor:
-        if all(isinstance(label, str | int) for label in labels):
+    def _ids(self, labels: list[Any], rows: list[dict[str, Any]], batch: dict[str, Any]) -> torch.Tensor:
+        """Ids (B,), or (B, S) where a row has one for each token or the collator packs rows into one."""
+        per_row = all(isinstance(label, str | int) for label in labels)
+        tokens = batch.get("input_ids")
+        if per_row and (tokens is None or len(tokens) == len(rows)):
             return torch.tensor([self._id(label) for label in labels])
+        if tokens is None:
+            raise UsageError("the batch has no input_ids", "name one source a sequence, not one a token")
+        if per_row:
+            labels = [
+                [self._id(label)] * len(row["input_ids"]) for label, row in zip(labels, rows, strict=True)
+            ]
+        if len(tokens) != len(rows):
+            labels = [[one for label in labels for one in label]]
+            if tokens.shape != (1, len(labels[0])):
+                raise UsageError(
+                    f"the collator makes input_ids {tuple(tokens.shape)} of {len(rows)} rows with"
+                    f" {len(labels[0])} source ids",
+                    "a collator may pad rows or put them one after the other",
+                )
+        ids = torch.full(tokens.shape, -1)
+        for i, label in enumerate(labels):
+            ids[i, self._places(i, len(label), batch)] = torch.as_tensor(label)
+        return ids
+
+    def _places(self, i: int, length: int, batch: dict[str, Any]) -> torch.Tensor | slice:
+        """Where the `length` tokens of row i stand in the batch, among its padding."""
         width = batch["input_ids"].shape[1]
+        if length > width:
+            raise UsageError(f"{length} source ids for a sequence of {width} tokens")
+        mask = batch.get("attention_mask")
+        if isinstance(mask, torch.Tensor) and mask.dim() == 2 and int((mask[i] > 0).sum()) == length:
+            return mask[i] > 0
         tokenizer = getattr(self.collate, "tokenizer", None) or getattr(
             self.collate, "processing_class", None
         )
         left = getattr(tokenizer, "padding_side", "right") == "left"
-        ids = torch.full((len(labels), width), -1)
-        for row, label in zip(ids, labels, strict=True):
-            values = torch.as_tensor(label)
-            if len(values) > width:
-                raise UsageError(f"{len(values)} source ids for a sequence of {width} tokens")
-            row[width - len(values) if left else 0 :][: len(values)] = values
-        return ids
+        return slice(width - length, width) if left else slice(length)
 
     def _id(self, label: str | int) -> int:
         if isinstance(label, int):
@@ -133,20 +164,20 @@ class RoutingCallback(TrainerCallback):  # type: ignore[misc]
         self,
         recorder: Recorder,
         forwards: ForwardMicrobatches,
-        restore: Callable[[], None],
         gate: Mapping[str, Any] | None = None,
     ) -> None:
         self.recorder = recorder
         self.forwards = forwards
-        self.restore = restore
         self.gate_options = gate
         self.gate: TrainingGate | None = None
         self._lr: float | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Puts the gate on the optimizer."""
+        """Puts the gate on the optimizer; with the state of the checkpoint that training resumes from."""
         if self.gate_options is not None:
             self.gate = TrainingGate(self.recorder, kwargs["optimizer"], **self.gate_options)
+            if GATE_KEY in state.stateful_callbacks:
+                self.gate.load_state_dict(state.stateful_callbacks[GATE_KEY])
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keeps the learning rate of this step; the scheduler moves on before the step has ended."""
@@ -157,15 +188,29 @@ class RoutingCallback(TrainerCallback):  # type: ignore[misc]
         """One optimizer step is done."""
         loss, self.forwards.loss = self.forwards.loss, None
         self.recorder.step(state.global_step, lr=self._lr, loss=loss)
+        if self.gate is not None:
+            state.stateful_callbacks[GATE_KEY] = self.gate.state_dict()
+            if self.gate.pause_requested:
+                control.should_save = control.should_training_stop = True
+        self._before_save(control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The end of an epoch may be saved too."""
+        self._before_save(control)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """What is evaluated may be found to be the best, and saved."""
+        if args.save_strategy == "best":
+            self.recorder.flush()
+
+    def _before_save(self, control: Any) -> None:
+        """A record ends where a checkpoint does."""
         if control.should_save:
             self.recorder.flush()
-        if self.gate is not None and self.gate.pause_requested:
-            control.should_save = control.should_training_stop = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Writes the rest and leaves model and trainer as they were."""
         self.recorder.close()
-        self.restore()
 
 
 def _columns(trainer: Any) -> list[str] | None:
