@@ -1,4 +1,4 @@
-"""All accumulators of one phase (train, eval), and the rows of the tokens of the open micro-batch.
+"""All accumulators of one phase (train, eval).
 
 Shape suffixes: see `counters.py`.
 """
@@ -6,70 +6,14 @@ Shape suffixes: see `counters.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
-from torch import Tensor
 
 from moe_audit.hooks.adapters.base import Observation
-from moe_audit.hooks.context import token_rows
-from moe_audit.hooks.counters import (
-    Bank,
-    Labels,
-    count_dropped,
-    count_picks,
-    probabilities,
-    sum_logits,
-    sum_probabilities,
-)
+from moe_audit.hooks.counters import Bank
+from moe_audit.hooks.labels import Labels
 from moe_audit.store import LayerInfo
 from moe_audit.thresholds.errors import UsageError
-
-Key = tuple[torch.device, int, Literal["batch", "sequence"], int]
-
-
-class LabelCache:
-    """Labels of the open micro-batch for each size and order of tokens that routers see."""
-
-    def __init__(self, num_rows: int) -> None:
-        self.num_rows = num_rows
-        self.rows: Tensor | None = None
-        self.chunks = 1
-        self._labels: dict[Key, Labels] = {}
-        # What CUDA graphs read is kept, and renewed in place as soon as new rows are known.
-        self._captured: dict[Key, Labels] = {}
-
-    @property
-    def captured(self) -> bool:
-        """Whether CUDA graphs count: on replay no Python of ours runs."""
-        return bool(self._captured)
-
-    def set_rows(self, rows: Tensor | None, chunks: int = 1) -> None:
-        """A new micro-batch: what was known about tokens is stale."""
-        self.rows, self.chunks = rows, chunks
-        for key, labels in self._captured.items():
-            labels.copy_(self._make(key))
-        self._labels = dict(self._captured)
-
-    def get(
-        self, device: torch.device, num_tokens: int, layout: Literal["batch", "sequence"], chunk: int
-    ) -> Labels:
-        """The labels of `num_tokens` tokens of the given chunk of the micro-batch."""
-        key = (device, num_tokens, layout, chunk)
-        if key not in self._labels:
-            self._labels[key] = self._make(key)
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            self._captured[key] = self._labels[key]
-        return self._labels[key]
-
-    def _make(self, key: Key) -> Labels:
-        device, num_tokens, layout, chunk = key
-        if self.rows is None:
-            rows_T = torch.full((num_tokens,), self.num_rows - 2, dtype=torch.int64, device=device)
-        else:
-            rows = self.rows if self.chunks == 1 else self.rows.tensor_split(self.chunks)[chunk]
-            rows_T = token_rows(rows.to(device, non_blocking=True), num_tokens, layout)
-        return Labels.of(rows_T, self.num_rows)
 
 
 class Accumulator:
@@ -104,27 +48,11 @@ class Accumulator:
 
     def observe(self, i: int, seen: Observation, labels: Labels) -> None:
         """Counts one forward of layer i into the open micro-batch."""
-        info = self.layers[i]
         bank, j = self.place[i]
-        layer = bank.pending[j]
         self.dirty = True
         self._calls[i] += 1
         self._picks[i] += seen.indices_TK.numel()
-        full_TE, kind, broken_T = seen.full_TE, seen.full_kind, None
-        if full_TE is not None and kind is not None:
-            out = bank.workspace(len(full_TE))
-            if kind == "logits":
-                sum_logits(layer.logits_2E, full_TE, labels, out)
-            p_TE = probabilities(full_TE, kind, info.gating, out)
-            broken_T = p_TE[:, 0].isnan()  # one value that is not finite makes its whole row NaN
-            sum_probabilities(layer.prob_RE, layer.top1_R2, p_TE, labels)
-        count_picks(layer.counts_RC, seen.indices_TK, labels.row_T, bank.one, broken_T)
-        layer.tally.add_(labels.tally)
-        if seen.kept_TK is not None:
-            count_dropped(layer.dropped_C, seen.indices_TK, seen.kept_TK, labels)
-        brought = (full_TE is not None, kind == "logits", seen.kept_TK is not None)
-        if any(brought):
-            layer.brought_3.add_(bank.brings(*brought))
+        bank.observe(j, seen, labels, self.layers[i].gating)
 
     def follow(self, i: int, device: torch.device) -> None:
         """Moves the accumulators of layer i to where its router runs now."""
@@ -136,6 +64,7 @@ class Accumulator:
     def fired(self, i: int) -> bool:
         """Whether layer i has counts. Waits for the device."""
         bank, j = self.place[i]
+        bank.count_waiting()
         return bool(bank.total_ints[j].any() or bank.pending_ints[j].any())
 
     def end_chunk(self, i: int) -> None:
@@ -147,10 +76,11 @@ class Accumulator:
         """The open micro-batch (or what layer `only` has of it) joins the record."""
         if only in (None, 0):
             bank, j = self.place[0]
+            bank.count_waiting()
             # A layer called several times per micro-batch saw its tokens several times.
             repeats = max(1, self._calls[0] // microbatches)
             tokens_R = bank.tokens_LR[j, : self.num_rows]
-            self.seen_R += tokens_R if repeats == 1 else tokens_R // repeats
+            self.seen_R.add_(tokens_R if repeats == 1 else tokens_R // repeats)
             self.microbatches += microbatches
             self.masked += microbatches * masked
         if only is None:

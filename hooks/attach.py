@@ -39,6 +39,7 @@ class RouterHook(_Hook):
         self.module = module
         self.adapter = adapter
         self.anchor = anchor
+        self.receiver = receiver
         self.handle = ops.new_handle(receiver)
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
@@ -49,7 +50,9 @@ class RouterHook(_Hook):
             )
         with torch.no_grad():
             seen = self.adapter.observe(module, args, kwargs, output)
-            if seen is not None:
+            if seen is None:
+                return
+            if ops.opaque():
                 torch.ops.moe_audit.observe(
                     self.anchor,
                     seen.indices_TK,
@@ -57,9 +60,13 @@ class RouterHook(_Hook):
                     seen.kept_TK,
                     seen.full_kind or "none",
                     seen.layout,
+                    seen.gated_TE,
+                    seen.complete,
                     self.handle,
                     module.training,
                 )
+            else:
+                self.receiver.observe(seen, module.training)
 
 
 class RootHook(_Hook):
@@ -67,12 +74,16 @@ class RootHook(_Hook):
 
     def __init__(self, anchor: Tensor, receiver: ops.Receiver, begin: bool) -> None:
         self.anchor = anchor
+        self.receiver = receiver
         self.begin = begin
         self.handle = ops.new_handle(receiver)
 
     def __call__(self, *args: Any) -> None:
         with torch.no_grad():
-            torch.ops.moe_audit.mark(self.anchor, self.handle, self.begin)
+            if ops.opaque():
+                torch.ops.moe_audit.mark(self.anchor, self.handle, self.begin)
+            else:
+                self.receiver.mark(self.begin)
 
 
 def check_model(model: nn.Module) -> None:

@@ -1,140 +1,119 @@
-"""Counting on the device: the fused count of one router forward, and the accumulators it adds to.
+"""Counting on the device: the fused count of router forwards, and the accumulators they are added to.
 
 Nothing here synchronises, allocates by data, or looks at values on the host; every shape is static.
 
-Shape suffixes: T tokens that reached the router, K picks per token, E experts, L layers of one bank,
-R rows: the named sources, then unlabelled tokens, then excluded (masked) tokens. C = E + 2 columns: ids
-below 0, the experts, ids above. A layer's fields lie one behind the other in one flat row, so that a whole
-bank is committed, reduced and copied by a handful of operations.
+Shape suffixes: T tokens that reached the router, K picks per token, E experts, L layers of one bank, N layers
+that follow each other there and are counted together. R rows: the named sources, then unlabelled tokens, then
+excluded (masked) tokens. C = E + 2 columns: ids below 0, the experts, ids above. X = E + 2 columns as well:
+probabilities, the largest of them, its square. A layer's fields lie one behind the other, so that a bank is
+committed, reduced and copied by a handful of operations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from moe_audit.hooks.adapters.base import NO_PICK
+from moe_audit.hooks.adapters.base import NO_PICK, Observation
+from moe_audit.hooks.labels import TALLY, Labels
 
-# Cells behind the tokens per row: calls, those that brought probabilities, logits, drops; wrong source ids.
-TALLY = 5
+# Gates whose probabilities are a softmax of the logits over all experts.
+SOFTMAX = ("softmax", "topk_softmax")
+# On the host up to so many layers of up to so many bytes each are counted together: there an operation costs
+# more than so few values.
+JOINT_LAYERS, JOINT_BYTES = 8, 2**18
 
 
-@dataclass
-class Labels:
-    """The rows of the T tokens of one router forward, and what follows from them for every layer.
+def pick_cells(
+    indices_NTK: Tensor,
+    first_T1: Tensor,
+    num_columns: int,
+    broken_NT: Tensor | None,
+    unused: int | None,
+) -> Tensor:
+    """The cell of each pick in the flat counts [R, C] of its layer.
 
-    Attributes:
-        row_T: int64 row of each token, R - 1 where it is masked.
-        onehot_RT: float32, 1 where token t is in row r: sums rows by a matrix product, in a fixed order and
-            without atomics. None on the host, where adding row by row takes a ninth of the time.
-        counted_T: float32, 1 where the token is not masked.
-        tally: int64 [R + TALLY]: tokens per row, one call, wrong source ids.
+    Ids below 0 and from E on land in the first and last column of their row; those of tokens in `broken_NT`
+    (their logits are not finite) in the first, whatever ids the kernel made of them. `NO_PICK` lands in the
+    cell `unused`, unless that is None: there is no such id.
     """
-
-    row_T: Tensor
-    onehot_RT: Tensor | None
-    counted_T: Tensor
-    tally: Tensor
-
-    @classmethod
-    def of(cls, row_T: Tensor, num_rows: int) -> Labels:
-        """From row ids; those outside [0, R) are wrong source ids: unlabelled, and told in the tally."""
-        device = row_T.device
-        bad_T = (row_T < 0) | (row_T >= num_rows)
-        row_T = torch.where(bad_T, num_rows - 2, row_T)
-        onehot_RT = None
-        if device.type != "cpu":
-            onehot_RT = torch.zeros(num_rows, len(row_T), dtype=torch.float32, device=device)
-            onehot_RT.scatter_(0, row_T.unsqueeze(0), 1.0)
-        tally = torch.zeros(num_rows + TALLY, dtype=torch.int64, device=device)
-        tally.scatter_add_(0, row_T, torch.ones_like(row_T))
-        tally[num_rows] = 1
-        tally[-1] = bad_T.sum()
-        return cls(row_T, onehot_RT, (row_T != num_rows - 1).float(), tally)
-
-    def copy_(self, other: Labels) -> None:
-        """Takes over other labels of the same size in place: a captured CUDA graph reads these addresses."""
-        for mine, new in zip(vars(self).values(), vars(other).values(), strict=True):
-            if mine is not None:
-                mine.copy_(new)
+    ids_NTK = indices_NTK.to(torch.int64)
+    cell_NTK = ids_NTK.clamp(-1, num_columns - 2)
+    if broken_NT is not None:
+        cell_NTK.masked_fill_(broken_NT.unsqueeze(-1), -1)
+    cell_NTK.add_(first_T1)
+    return cell_NTK if unused is None else cell_NTK.masked_fill_(ids_NTK == NO_PICK, unused)
 
 
-def count_picks(
-    counts_RC: Tensor, indices_TK: Tensor, row_T: Tensor, one: Tensor, broken_T: Tensor | None = None
-) -> None:
-    """Adds one router forward, in one scatter over the combined (row, expert) index.
-
-    Picks of masked tokens and `NO_PICK` land in the last row, invalid ids in the first and last column; so do
-    the picks of tokens in `broken_T` (their logits are not finite), whatever ids the kernel made of them.
-    """
-    num_columns = counts_RC.shape[-1]
-    indices_TK = indices_TK.to(torch.int64)
-    ids_TK = indices_TK if broken_T is None else torch.where(broken_T.unsqueeze(1), -1, indices_TK)
-    first_T1 = torch.add(1, row_T, alpha=num_columns).unsqueeze(1)
-    key_TK = ids_TK.clamp(-1, num_columns - 2).add_(first_T1)
-    key_TK = torch.where(indices_TK == NO_PICK, counts_RC.numel() - 1, key_TK)
-    counts_RC.view(-1).scatter_add_(0, key_TK.view(-1), one.expand(key_TK.numel()))
-
-
-def count_dropped(dropped: Tensor, indices_TK: Tensor, kept_TK: Tensor, labels: Labels) -> None:
-    """Adds the picks of counted tokens that were dropped to dropped [C]."""
+def count_dropped(dropped_C: Tensor, indices_TK: Tensor, kept_TK: Tensor, labels: Labels) -> None:
+    """Adds the picks of counted tokens that were dropped."""
     lost_TK = ~kept_TK & labels.counted_T.bool().unsqueeze(1) & (indices_TK != NO_PICK)
-    column_TK = indices_TK.to(torch.int64).clamp(-1, dropped.shape[0] - 2).add_(1)
-    dropped.scatter_add_(0, column_TK.view(-1), lost_TK.view(-1).to(torch.int64))
+    column_TK = indices_TK.to(torch.int64).clamp(-1, dropped_C.shape[0] - 2).add_(1)
+    dropped_C.scatter_add_(0, column_TK.view(-1), lost_TK.view(-1).to(torch.int64))
 
 
 def probabilities(
-    full_TE: Tensor, kind: Literal["logits", "probs"], gating: str | None, out: Tensor | None = None
+    full_NTE: Tensor, kind: Literal["logits", "probs"], gating: str | None, out: Tensor
 ) -> Tensor:
-    """Rows normalised to distributions, float32, into `out` if given; NaN where logits are not finite."""
+    """Rows normalised to distributions, float32, into `out` or not; NaN where logits are not finite."""
     if kind == "logits" and gating != "sigmoid":
-        if out is not None and full_TE.shape[-1] < 16:
+        num_experts = full_NTE.shape[-1]
+        if out.device.type == "cpu" and num_experts < 16:
             # On the host so few values a row take eight times as long as the same values in columns.
-            p_TE = torch.softmax(full_TE.t().contiguous(), 0, dtype=torch.float32).t()
-        else:
-            p_TE = torch.softmax(full_TE, -1, dtype=torch.float32, out=out)
-    else:
-        p_TE = full_TE.float() if out is None else out.copy_(full_TE)
-        p_TE = p_TE.sigmoid() if kind == "logits" else p_TE
-        p_TE = p_TE / p_TE.sum(-1, keepdim=True).clamp_min(1e-20)
-    return p_TE
+            columns = full_NTE.reshape(-1, num_experts).t().contiguous()
+            return torch.softmax(columns, 0, dtype=torch.float32).t().view(full_NTE.shape)
+        return torch.softmax(full_NTE, -1, dtype=torch.float32, out=out)
+    p_NTE = out.copy_(full_NTE)
+    p_NTE = p_NTE.sigmoid_() if kind == "logits" else p_NTE
+    return p_NTE.div_(p_NTE.sum(-1, keepdim=True).clamp_min_(1e-20))
 
 
-def sum_probabilities(prob_RE: Tensor, top1_R2: Tensor, p_TE: Tensor, labels: Labels) -> None:
-    """Adds the probabilities per row, and the sum and sum of squares of each token's largest; NaN adds 0."""
-    p_TE = p_TE.nan_to_num_(0.0, 0.0, 0.0)
-    top1_T = p_TE.amax(-1)
-    top1_T2 = torch.stack((top1_T, top1_T.square()), dim=-1)
-    for sum_RX, x_TX in ((prob_RE, p_TE), (top1_R2, top1_T2)):
-        if labels.onehot_RT is None:
-            sum_RX.index_add_(0, labels.row_T, x_TX)
-        else:
-            sum_RX.addmm_(labels.onehot_RT, x_TX)
+class Scratch(NamedTuple):
+    """Room for the real numbers of one forward of N routers: logits, and what is summed per row with views of
+    its parts (probabilities, the largest of them, its square)."""
+
+    x_NTE: Tensor
+    sum_NTX: Tensor
+    p_NTE: Tensor
+    top1_NT: Tensor
+    square_NT: Tensor
+
+    @classmethod
+    def of(cls, layers: int, tokens: int, num_experts: int, device: torch.device) -> Scratch:
+        x_NTE = torch.empty(layers, tokens, num_experts, dtype=torch.float32, device=device)
+        sum_NTX = torch.empty(layers, tokens, num_experts + 2, dtype=torch.float32, device=device)
+        return cls(x_NTE, sum_NTX, sum_NTX[..., :-2], sum_NTX[..., -2], sum_NTX[..., -1])
 
 
-def sum_logits(logits_2E: Tensor, full_TE: Tensor, labels: Labels, out: Tensor | None = None) -> None:
+def row_values(p_NTE: Tensor, room: Scratch) -> Tensor:
+    """[N, T, X]: probabilities, the largest of each token and its square; NaN counts as 0."""
+    torch.nan_to_num(p_NTE, 0.0, 0.0, 0.0, out=room.p_NTE)
+    torch.amax(room.p_NTE, -1, out=room.top1_NT)
+    torch.square(room.top1_NT, out=room.square_NT)
+    return room.sum_NTX
+
+
+def sum_logits(
+    logit_N1E: Tensor, square_N1E: Tensor, full_NTE: Tensor, labels: Labels, room: Scratch
+) -> None:
     """Adds sum and sum of squares of the logits of counted tokens; values that are not finite count as 0."""
-    x_TE = torch.nan_to_num(full_TE.float(), 0.0, 0.0, 0.0, out=out)
-    logits_2E[0].addmv_(x_TE.t(), labels.counted_T)
-    logits_2E[1].addmv_(x_TE.square_().t(), labels.counted_T)
+    x_NTE = torch.nan_to_num(full_NTE.float(), 0.0, 0.0, 0.0, out=room.x_NTE)
+    counted_N1T = labels.counted_T.expand(len(x_NTE), 1, -1)
+    logit_N1E.baddbmm_(counted_N1T, x_NTE)
+    square_N1E.baddbmm_(counted_N1T, x_NTE.square_())
 
 
-@dataclass(frozen=True)
-class Pending:
-    """The open micro-batch of one layer: views into its bank. Counts, tally and what calls brought (a part of
-    it), drops, sums of probabilities, top-1 moments, sums and sums of squares of logits."""
+class Form(NamedTuple):
+    """What calls that are counted together have in common."""
 
-    counts_RC: Tensor
-    tally: Tensor
-    brought_3: Tensor
-    dropped_C: Tensor
-    prob_RE: Tensor
-    top1_R2: Tensor
-    logits_2E: Tensor
+    kind: Literal["logits", "probs"] | None
+    gating: str | None
+    drops: bool
+    complete: bool
+    tensors: tuple[tuple[torch.Size, torch.dtype] | None, ...]
 
 
 class Bank:
@@ -142,7 +121,12 @@ class Bank:
 
     The open micro-batch lives apart (`pending`) and joins the record (`total`) only when it has ended well: a
     forward that crashes half way leaves no layer counted and none missing, and the largest load of a
-    micro-batch needs its own counts anyway. Nothing is a buffer of the model: no cast touches it.
+    micro-batch can be read off before the two are added.
+
+    Args:
+        top_k: K of each layer, None where it varies.
+        num_experts, num_rows: E and R.
+        device: Where they are.
     """
 
     def __init__(
@@ -151,45 +135,35 @@ class Bank:
         L, E, R = len(top_k), num_experts, num_rows
         self.num_experts, self.num_rows = E, R
         self.int_sizes = [R * (E + 2), R + TALLY, E + 2]
-        self.float_sizes = [R * E, R * 2, 2 * E]
-        ints, floats = sum(self.int_sizes), sum(self.float_sizes)
         self.pending_ints, self.total_ints = (
-            torch.zeros(L, ints, dtype=torch.int64, device=device) for _ in range(2)
+            torch.zeros(L, sum(self.int_sizes), dtype=torch.int64, device=device) for _ in range(2)
         )
-        # Every type is named: the default may be bfloat16, which stops counting at 256.
-        self.pending_floats = torch.zeros(L, floats, dtype=torch.float32, device=device)
+        # Every type is named: the default may be bfloat16, which stops counting at 256. Behind the R rows of
+        # sums lie one of the logits and one of their squares.
+        self.pending_LQX = torch.zeros(L, R + 2, E + 2, dtype=torch.float32, device=device)
         # Totals of floats in double: a record adds up millions of small terms.
-        self.total_floats = torch.zeros(L, floats + E, dtype=torch.float64, device=device)
+        self.total_LQX = torch.zeros(L, R + 2, E + 2, dtype=torch.float64, device=device)
         # Largest load of a micro-batch, and sum of squares over tokens; of the open one where it has chunks.
-        self.pending_peak_LE, self.total_peak_LE = (
-            torch.zeros(L, E, dtype=torch.float32, device=device) for _ in range(2)
+        self.pending_peak_LE, self.total_peak_LE, self.pending_square_LE, self.total_square_LE = (
+            torch.zeros(L, E, dtype=torch.float64, device=device) for _ in range(4)
         )
-        self.pending_square_LE = torch.zeros(L, E, dtype=torch.float64, device=device)
         # What of the open micro-batch was folded into these already; nothing unless it has chunks.
         self.folded_LE = torch.zeros(L, E, dtype=torch.int64, device=device)
-        self.folded_tokens_L = torch.zeros(L, dtype=torch.int64, device=device)
+        self.folded_tokens_L1 = torch.zeros(L, 1, dtype=torch.int64, device=device)
         self.has_folds = False
         self.varies = None in top_k
-        self.fixed_k_L = torch.tensor([k or 0 for k in top_k], dtype=torch.float32, device=device)
+        # Picks per token to fair shares: E / k, 0 where k varies.
+        fair = [[E / k if k else 0.0] for k in top_k]
+        self.fair_L1 = torch.tensor(fair, dtype=torch.float64, device=device)
         self.one = torch.ones(1, dtype=torch.int64, device=device)
-        self._workspace: Tensor | None = None
-        self._brings: dict[tuple[bool, bool, bool], Tensor] = {}
-        self.pending = self._views()
-
-    def brings(self, probabilities: bool, logits: bool, drops: bool) -> Tensor:
-        """Ones for what a call brings besides picks, to be added to `brought_3`."""
-        key = (probabilities, logits, drops)
-        if key not in self._brings:
-            self._brings[key] = torch.tensor(key, dtype=torch.int64, device=self.device)
-        return self._brings[key]
-
-    def workspace(self, tokens: int) -> Tensor | None:
-        """Room for [T, E] values on the host, where fresh pages cost more than the arithmetic."""
-        if self.device.type != "cpu":
-            return None
-        if self._workspace is None or self._workspace.shape[0] < tokens:
-            self._workspace = torch.empty(tokens, self.num_experts, dtype=torch.float32, device=self.device)
-        return self._workspace[:tokens]
+        self.layer_L1 = torch.arange(L, dtype=torch.int64, device=device).unsqueeze(1)
+        self._scratch: Scratch | None = None
+        # Copies of what calls of `waiting` layers from `first` on brought, to be counted together.
+        self._form: Form | None = None
+        self._stage: tuple[Tensor | None, ...] | None = None
+        self._waiting = self._first = 0
+        self._labels: Labels | None = None
+        self._make_views()
 
     @property
     def device(self) -> torch.device:
@@ -197,69 +171,166 @@ class Bank:
 
     def move(self, device: torch.device) -> None:
         """Follows a model that was moved."""
-        self._workspace, self._brings = None, {}
+        self.count_waiting()
+        self._scratch = self._form = None
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
                 setattr(self, name, value.to(device))
-        self.pending = self._views()
+        self._make_views()
 
-    def _views(self) -> list[Pending]:
-        L, R, E = len(self.fixed_k_L), self.num_rows, self.num_experts
-        counts, self.tokens_LR, dropped_LC = torch.split(self.pending_ints, self.int_sizes, dim=1)
+    def _make_views(self) -> None:
+        L, R, E = len(self.fair_L1), self.num_rows, self.num_experts
+        counts, self.tokens_LR, self.dropped_LC = torch.split(self.pending_ints, self.int_sizes, dim=1)
         self.counts_LRC = counts.view(L, R, E + 2)
-        prob, top1, logits = torch.split(self.pending_floats, self.float_sizes, dim=1)
-        fields = (
-            self.counts_LRC, self.tokens_LR, self.tokens_LR[:, R + 1 : R + 4], dropped_LC,
-            prob.view(L, R, E), top1.view(L, R, 2), logits.view(L, 2, E),
-        )  # fmt: skip
-        return [Pending(*(field[i] for field in fields)) for i in range(L)]
+        self.logit_L1E, self.square_L1E = self.pending_LQX[:, R : R + 1, :E], self.pending_LQX[:, R + 1 :, :E]
+
+    # -- one forward
+
+    def observe(self, j: int, seen: Observation, labels: Labels, gating: str | None) -> None:
+        """Counts one forward of layer j, now or together with those of the layers behind it."""
+        if seen.kept_TK is not None:
+            count_dropped(self.dropped_LC[j], seen.indices_TK, seen.kept_TK, labels)
+        full_TE = None if seen.full_kind is None else seen.full_TE
+        gated_TE = seen.gated_TE if seen.full_kind == "logits" and gating in SOFTMAX else None
+        call = (seen.indices_TK, full_TE, gated_TE)
+        tensors = tuple(None if x is None else (x.shape, x.dtype) for x in call)
+        form = Form(seen.full_kind, gating, seen.kept_TK is not None, seen.complete, tensors)
+        if form != self._form:
+            self.count_waiting()
+            self._form, self._stage = form, self._new_stage(call)
+        if self._stage is None:
+            self._count(j, tuple(None if x is None else x.unsqueeze(0) for x in call), labels, form)
+            return
+        if self._waiting and (labels is not self._labels or j != self._first + self._waiting):
+            self.count_waiting()
+        if not self._waiting:
+            self._first, self._labels = j, labels
+        for room, x in zip(self._stage, call, strict=True):
+            if room is not None and x is not None:
+                room[self._waiting].copy_(x)
+        self._waiting += 1
+        if self._waiting == JOINT_LAYERS or j == len(self.layer_L1) - 1:
+            self.count_waiting()
+
+    def _new_stage(self, call: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
+        """Room for copies of such calls: the model may go on and change its tensors. None: they are large."""
+        if self.device.type != "cpu" or sum(x.nbytes for x in call if x is not None) > JOINT_BYTES:
+            return None
+        layers = min(JOINT_LAYERS, len(self.layer_L1))
+        return tuple(None if x is None else x.new_empty(layers, *x.shape) for x in call)
+
+    def count_waiting(self) -> None:
+        """Counts what waits for layers behind it."""
+        if self._waiting and self._stage is not None and self._labels is not None and self._form is not None:
+            calls = tuple(None if room is None else room[: self._waiting] for room in self._stage)
+            self._waiting = 0
+            self._count(self._first, calls, self._labels, self._form)
+
+    def _count(self, j: int, calls: tuple[Tensor | None, ...], labels: Labels, form: Form) -> None:
+        """Adds one forward of layer j and those behind it."""
+        indices_NTK, full_NTE, p_NTE = calls
+        assert indices_NTK is not None
+        part = slice(j, j + len(indices_NTK))
+        broken_NT = None
+        if full_NTE is not None and form.kind is not None:
+            room = self._room(*full_NTE.shape[:2])
+            if form.kind == "logits":
+                sum_logits(self.logit_L1E[part], self.square_L1E[part], full_NTE, labels, room)
+            if p_NTE is None:
+                p_NTE = probabilities(full_NTE, form.kind, form.gating, room.x_NTE)
+            broken_NT = p_NTE[..., 0].isnan()  # one value that is not finite makes its whole row NaN
+            self._add_rows(part, row_values(p_NTE, room), labels)
+        last_cell = self.int_sizes[0] - 1  # of the masked tokens, which nobody reads
+        cell_NTK = pick_cells(
+            indices_NTK,
+            labels.first_T1,
+            self.num_experts + 2,
+            broken_NT,
+            None if form.complete else last_cell,
+        )
+        ints_NI = self.pending_ints[part]
+        if len(ints_NI) > 1:
+            cell_NTK.add_(self.layer_L1[: len(ints_NI)].unsqueeze(2), alpha=ints_NI.shape[1])
+        ints_NI.view(-1).scatter_add_(0, cell_NTK.view(-1), self.one.expand(cell_NTK.numel()))
+        self.tokens_LR[part].add_(labels.tally(full_NTE is not None, form.kind == "logits", form.drops))
+
+    def _add_rows(self, part: slice, value_NTX: Tensor, labels: Labels) -> None:
+        sum_NQX = self.pending_LQX[part]
+        if labels.onehot_RT is not None:
+            onehot_NRT = labels.onehot_RT.expand(len(sum_NQX), -1, -1)
+            sum_NQX[:, : self.num_rows].baddbmm_(onehot_NRT, value_NTX)
+            return
+        row_T = labels.row_T
+        if len(sum_NQX) > 1:
+            row_T = row_T.add(self.layer_L1[: len(sum_NQX)], alpha=self.num_rows + 2).view(-1)
+        sum_NQX.view(-1, value_NTX.shape[-1]).index_add_(0, row_T, value_NTX.view(-1, value_NTX.shape[-1]))
+
+    def _room(self, layers: int, tokens: int) -> Scratch:
+        """Kept on the host, where fresh pages cost more than the arithmetic."""
+        if self.device.type != "cpu":
+            return Scratch.of(layers, tokens, self.num_experts, self.device)
+        if self._scratch is None or self._scratch.x_NTE.shape[:2] != (layers, tokens):
+            self._scratch = Scratch.of(layers, tokens, self.num_experts, self.device)
+        return self._scratch
+
+    # -- one micro-batch
 
     def fold(self, i: int) -> None:
         """Ends a chunk of layer i, a micro-batch of its own, inside the open one."""
+        self.count_waiting()
         part = slice(i, i + 1)
         peak_LE, square_LE = self._measure(part)
         torch.maximum(self.pending_peak_LE[part], peak_LE, out=self.pending_peak_LE[part])
-        self.pending_square_LE[part] += square_LE
+        self.pending_square_LE[part].add_(square_LE)
         self.folded_LE[part] = self.counts_LRC[part, :-1, 1:-1].sum(1)
-        self.folded_tokens_L[part] = self.tokens_LR[part, : self.num_rows - 1].sum(1)
+        self.folded_tokens_L1[part] = self.tokens_LR[part, : self.num_rows - 1].sum(1, keepdim=True)
         self.has_folds = True
 
     def _measure(self, i: slice) -> tuple[Tensor, Tensor]:
         """Loads in fair shares and squares over tokens of what layers i have counted since the last fold."""
-        load_LE = self.counts_LRC[i, :-1, 1:-1].sum(1)
-        tokens_L = self.tokens_LR[i, : self.num_rows - 1].sum(1)
+        load_LE = self.counts_LRC[i, :-1, 1:-1].sum(1, dtype=torch.float64)
+        tokens_L1 = self.tokens_LR[i, : self.num_rows - 1].sum(1, keepdim=True)
         if self.has_folds:
-            load_LE = load_LE - self.folded_LE[i]
-            tokens_L = tokens_L - self.folded_tokens_L[i]
-        load_LE = load_LE.double()
-        picks_L = tokens_L * self.fixed_k_L[i]
+            load_LE.sub_(self.folded_LE[i])
+            tokens_L1.sub_(self.folded_tokens_L1[i])
+        rate_LE = load_LE / tokens_L1.clamp_min_(1)
+        peak_LE = rate_LE * self.fair_L1[i]
         if self.varies:
-            picks_L = torch.where(self.fixed_k_L[i] > 0, picks_L, load_LE.sum(1))
-        peak_LE = (load_LE * (self.num_experts / picks_L.clamp_min(1.0)).unsqueeze(1)).float()
-        return peak_LE, load_LE.square_() / tokens_L.clamp_min(1).unsqueeze(1)
+            varying_LE = load_LE * (self.num_experts / load_LE.sum(1, keepdim=True).clamp_min_(1.0))
+            peak_LE = torch.where(self.fair_L1[i] > 0, peak_LE, varying_LE)
+        return peak_LE, load_LE.mul_(rate_LE)
 
     def commit(self, i: slice) -> None:
         """The open micro-batch of layers i becomes part of the record."""
+        self.count_waiting()
         peak_LE, square_LE = self._measure(i)
         if self.has_folds:
             peak_LE = torch.maximum(peak_LE, self.pending_peak_LE[i])
-            square_LE = square_LE + self.pending_square_LE[i]
+            square_LE.add_(self.pending_square_LE[i])
         torch.maximum(self.total_peak_LE[i], peak_LE, out=self.total_peak_LE[i])
-        self.total_ints[i] += self.pending_ints[i]
-        self.total_floats[i, : -self.num_experts] += self.pending_floats[i]
-        self.total_floats[i, -self.num_experts :] += square_LE
+        self.total_square_LE[i].add_(square_LE)
+        self.total_ints[i].add_(self.pending_ints[i])
+        self.total_LQX[i].add_(self.pending_LQX[i])
         self.discard(i)
 
     def discard(self, i: slice) -> None:
         """Forgets the open micro-batch of layers i."""
+        self._waiting = 0
         self.pending_ints[i].zero_()
-        self.pending_floats[i].zero_()
+        self.pending_LQX[i].zero_()
         if self.has_folds:
-            for x in (self.pending_peak_LE, self.pending_square_LE, self.folded_LE, self.folded_tokens_L):
+            for x in (self.pending_peak_LE, self.pending_square_LE, self.folded_LE, self.folded_tokens_L1):
                 x[i].zero_()
             self.has_folds = i != slice(None)
 
     def reset(self) -> None:
         """Begins a new record."""
-        for x in (self.total_ints, self.total_floats, self.total_peak_LE):
+        for x in (self.total_ints, self.total_LQX, self.total_peak_LE, self.total_square_LE):
             x.zero_()
+
+    def floats(self) -> Tensor:
+        """float64 [L, R (E + 2) + 3 E]: of each row sums of probabilities and top-1 moments, of all counted
+        tokens sums of the logits and of their squares, and sums of squared loads over tokens."""
+        R, E = self.num_rows, self.num_experts
+        rows_LRX, logits_L2E = self.total_LQX[:, :R], self.total_LQX[:, R:, :E]
+        return torch.cat((rows_LRX.flatten(1), logits_L2E.flatten(1), self.total_square_LE), 1)

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from moe_audit.hooks.accumulator import Accumulator, LabelCache, check_observation
+from moe_audit.hooks.accumulator import Accumulator, check_observation
 from moe_audit.hooks.adapters import FoundRouter, Observation
 from moe_audit.hooks.attach import RootHook, RouterHook
+from moe_audit.hooks.labels import LabelCache
 from moe_audit.thresholds.errors import UsageError
 
 PHASES = ("train", "eval")
@@ -144,7 +145,8 @@ class Counting:
         chunk = self._next_chunk(i, accumulator)
         if self._open is None and self._labels.rows is not None:
             self._labels.set_rows(None)
-        labels = self._labels.get(device, seen.indices_TK.shape[0], seen.layout, chunk)
+        num_tokens, num_experts = seen.indices_TK.shape[0], self.layers[i].num_experts
+        labels = self._labels.get(device, num_tokens, seen.layout, chunk, num_experts)
         accumulator.observe(i, seen, labels)
         if self._open is None:
             accumulator.commit(1, masked=False, only=i)

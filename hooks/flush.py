@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_audit.hooks.accumulator import Accumulator
-from moe_audit.hooks.counters import TALLY
+from moe_audit.hooks.labels import TALLY
 from moe_audit.hooks.steps import Steps
 from moe_audit.store import UNLABELLED, LayerInfo, LayerRecord, Record
 
@@ -98,11 +98,12 @@ def pack(
             ints[3], ints[4] = accumulator.seen_R[:-1].sum(), accumulator.seen_R[-1]
         floats, peaks = packed.floats[2 + p * layout.num_floats :], packed.peaks[p * layout.num_peaks :]
         local = {info.layer: i for i, info in enumerate(accumulator.layers)}
+        sums = {bank: bank.floats() for bank in accumulator.banks}
         for field in layout.fields:
             if field.info.layer in local:
                 bank, j = accumulator.place[local[field.info.layer]]
                 ints[field.ints] = bank.total_ints[j]
-                floats[field.floats] = bank.total_floats[j]
+                floats[field.floats] = sums[bank][j]
                 peaks[field.peaks] = bank.total_peak_LE[j]
     return packed
 
@@ -209,8 +210,8 @@ def unpack_layer(
     S, E = len(sources), num_experts
     R = S + 2
     counts, tokens, dropped = np.split(ints, [R * (E + 2), R * (E + 2) + R + TALLY])
-    prob, top1, logits, square = np.split(floats, np.cumsum([R * E, 2 * R, 2 * E]))
-    counts = counts.reshape(R, E + 2)
+    prob, logits, square = np.split(floats, np.cumsum([R * (E + 2), 2 * E]))
+    counts, prob = counts.reshape(R, E + 2), prob.reshape(R, E + 2)
     calls, with_prob, with_logits, with_kept, _ = (int(x) for x in tokens[R:])
     counted = int(tokens[: R - 1].sum())
     mean, std = None, None
@@ -229,8 +230,8 @@ def unpack_layer(
     return LayerRecord(
         counts_SE=rows(counts[:, 1:-1]),
         tokens_S=rows(tokens[:R]),
-        prob_sum_SE=rows(prob.reshape(R, E)) if with_prob else None,
-        top1_S2=rows(top1.reshape(R, 2)) if with_prob else None,
+        prob_sum_SE=rows(prob[:, :E]) if with_prob else None,
+        top1_S2=rows(prob[:, E:]) if with_prob else None,
         invalid=int(counts[:-1, 0].sum() + counts[:-1, -1].sum()),
         peak_E=peaks.astype(np.float64),
         sq_over_t_E=square,

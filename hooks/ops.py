@@ -44,6 +44,8 @@ def _observe(
     kept_TK: Tensor | None,
     full_kind: str,
     layout: str,
+    gated_TE: Tensor | None,
+    complete: bool,
     handle: int,
     training: bool,
 ) -> None:
@@ -51,8 +53,19 @@ def _observe(
     if receiver is not None:
         kind = cast(Literal["logits", "probs"], full_kind) if full_TE is not None else None
         order = cast(Literal["batch", "sequence"], layout)
+        seen = Observation(indices_TK, None, full_TE, kind, kept_TK, order, gated_TE, complete)
         with torch.no_grad():  # compiled code may call with gradients on
-            receiver.observe(Observation(indices_TK, None, full_TE, kind, kept_TK, order), training)
+            receiver.observe(seen, training)
+
+
+def opaque() -> bool:
+    """Whether calls must go through the operators: code that is compiled, or a mode that sees every operator
+    (selective checkpointing, tracing). Elsewhere they only cost time."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
 
 
 def _mark(anchor: Tensor, handle: int, begin: bool) -> None:
@@ -64,7 +77,7 @@ def _mark(anchor: Tensor, handle: int, begin: bool) -> None:
 _SCHEMAS: dict[str, tuple[str, Callable[..., None]]] = {
     "observe": (
         "(Tensor(a!) anchor, Tensor indices, Tensor? full, Tensor? kept, str full_kind, str layout,"
-        " int handle, bool training) -> ()",
+        " Tensor? gated, bool complete, int handle, bool training) -> ()",
         _observe,
     ),
     "mark": ("(Tensor(a!) anchor, int handle, bool begin) -> ()", _mark),

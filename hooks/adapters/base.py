@@ -35,6 +35,9 @@ class Observation(NamedTuple):
         kept_TK: False where a pick was dropped for capacity; None where nothing is dropped or not known.
         layout: Order of the T tokens where they come from a (B, S) batch: "batch" is row-major over (B, S),
             "sequence" over (S, B).
+        gated_TE: float32 [T, E], what the layer's gating made of the logits in full_TE, or None. Where the
+            gating is a softmax over all experts the recorder takes it and computes none of its own.
+        complete: No slot of indices_TK is `NO_PICK`: the recorder need not look.
     """
 
     indices_TK: Tensor
@@ -43,6 +46,8 @@ class Observation(NamedTuple):
     full_kind: Literal["logits", "probs"] | None = None
     kept_TK: Tensor | None = None
     layout: Literal["batch", "sequence"] = "batch"
+    gated_TE: Tensor | None = None
+    complete: bool = False
 
 
 class Adapter(ABC):

@@ -144,4 +144,5 @@ def by_form(
         weights[0] if len(weights) == 1 else None,
         full[0] if len(full) == 1 and full_kind else None,
         full_kind if len(full) == 1 else None,
+        complete=True,
     )

@@ -16,13 +16,14 @@ class MoeTrainerDispatcher(Adapter):
 
     def describe(self, name: str, module: Any, parent: Any) -> LayerInfo:
         config = parent.router.config
+        gating = "random" if config.random_expert_assignment else config.gating_function
         return LayerInfo(
             -1,
             name.removesuffix(".dispatcher"),
             config.num_experts,
             None if config.routing == "expert_choice" else config.top_k,
             module.capacity_factor,
-            config.gating_function,
+            gating,
         )
 
     def observe(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Observation:
@@ -30,4 +31,12 @@ class MoeTrainerDispatcher(Adapter):
         indices_TK = routed.indices_TK
         if module.expert_choice:
             indices_TK = indices_TK.masked_fill(indices_TK == -1, NO_PICK)
-        return Observation(indices_TK, routed.weights_TK, routed.logits_TE, "logits", kept_TK=output.kept_TK)
+        return Observation(
+            indices_TK,
+            routed.weights_TK,
+            routed.logits_TE,
+            "logits",
+            output.kept_TK,
+            gated_TE=routed.scores_TE,
+            complete=not module.expert_choice,
+        )

@@ -12,9 +12,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from moe_audit.hooks.accumulator import Accumulator, LabelCache
+from moe_audit.hooks.accumulator import Accumulator
 from moe_audit.hooks.adapters import NO_PICK, Observation
-from moe_audit.hooks.counters import Bank, Labels, count_picks
+from moe_audit.hooks.counters import Bank
+from moe_audit.hooks.labels import LabelCache, Labels, call_tallies
 from moe_audit.store import LayerInfo
 from moe_audit.thresholds.errors import UsageError
 
@@ -325,7 +326,7 @@ def test_no_synchronisation_between_flushes():
     accumulator = Accumulator(info, [torch.device("cpu")] * 2, 4)
     logits = torch.randn(10, 4)
     with NoSync():
-        labels = Labels.of(torch.randint(-1, 5, (10,)), 4)
+        labels = Labels.of(torch.randint(-1, 5, (10,)), call_tallies(4, torch.device("cpu")), 4)
         for i in range(2):
             picks = logits.topk(2).indices
             accumulator.observe(i, Observation(picks, None, logits, "logits", picks > 1), labels)
@@ -334,13 +335,16 @@ def test_no_synchronisation_between_flushes():
         accumulator.discard()
 
 
-def test_count_picks_is_a_histogram_per_row():
+@pytest.mark.parametrize("joint_bytes", [0, 2**18])
+def test_picks_make_a_histogram_per_row(joint_bytes, monkeypatch):
+    monkeypatch.setattr("moe_audit.hooks.counters.JOINT_BYTES", joint_bytes)
     rows, experts, tokens, k = 4, 7, 200, 3
     bank = Bank([k], experts, rows, torch.device("cpu"))
     picks = torch.randint(-2, experts + 2, (tokens, k))
     picks[torch.rand(tokens, k) < 0.1] = NO_PICK
     row_T = torch.randint(0, rows, (tokens,))
-    count_picks(bank.counts_LRC[0], picks, row_T, bank.one)
+    labels = Labels.of(row_T, call_tallies(rows, torch.device("cpu")), experts)
+    bank.observe(0, Observation(picks), labels, None)
     for row in range(rows - 1):
         mine = picks[row_T == row]
         want = [int((mine == e).sum()) for e in range(experts)]
@@ -353,22 +357,21 @@ def test_labels_that_a_cuda_graph_reads_are_renewed_in_place():
     """A replay runs no Python of ours: the addresses that were captured must hold the new micro-batch."""
     cache = LabelCache(4)
     cache.set_rows(torch.tensor([0, 1]))
-    key = (torch.device("cpu"), 4, "batch", 0)
+    key = (torch.device("cpu"), 4, "batch", 0, 2)
     labels = cache._captured[key] = cache.get(*key)
     address = labels.row_T.data_ptr()
     cache.set_rows(torch.tensor([1, 3]))
     assert cache.captured and cache.get(*key) is labels
     assert (labels.row_T.tolist(), labels.row_T.data_ptr()) == ([1, 1, 3, 3], address)
-    assert labels.tally.tolist() == [0, 2, 0, 2, 1, 0, 0, 0, 0]
+    assert labels.tally(False, False, False).tolist() == [0, 2, 0, 2, 1, 0, 0, 0, 0]
+    assert labels.tally(True, False, True).tolist() == [0, 2, 0, 2, 1, 1, 0, 1, 0]
 
 
 def test_a_bank_that_moves_goes_on_counting():
     bank = Bank([1], 3, 3, torch.device("cpu"))
-    labels = Labels.of(torch.zeros(4, dtype=torch.int64), 3)
+    labels = Labels.of(torch.zeros(4, dtype=torch.int64), call_tallies(3, torch.device("cpu")), 3)
     for _ in range(2):
-        pending = bank.pending[0]
-        count_picks(pending.counts_RC, torch.tensor([[0], [1], [1], [2]]), labels.row_T, bank.one)
-        pending.tally.add_(labels.tally)
+        bank.observe(0, Observation(torch.tensor([[0], [1], [1], [2]])), labels, None)
         bank.move(torch.device("cpu"))
     bank.commit(slice(None))
     assert bank.total_ints[0, 1:4].tolist() == [2, 4, 2]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_audit.hooks.context import row_ids, token_rows
-from moe_audit.hooks.counters import Labels
+from moe_audit.hooks.labels import Labels, call_tallies
 from moe_audit.thresholds.errors import UsageError
 
 NAMES = ["code", "prose"]
@@ -200,6 +200,13 @@ def test_rows_against_a_loop(batch, length, seed, layout, flat_mask):
     if layout == "sequence":
         order = [(b, s) for s in range(length) for b in range(batch)]
     assert got == [3 if not mask[b, s] else 2 if ids[b] == -1 else ids[b] for b, s in order]
-    labels = Labels.of(torch.tensor(got), 4)
-    assert labels.tally.tolist() == [*(got.count(row) for row in range(4)), 1, 0, 0, 0, 0]
+    labels = Labels.of(torch.tensor(got), call_tallies(4, torch.device("cpu")), 2)
+    assert labels.tally(False, False, False).tolist() == [
+        *(got.count(row) for row in range(4)),
+        1,
+        0,
+        0,
+        0,
+        0,
+    ]
     assert labels.counted_T.sum() == sum(row < 3 for row in got)
