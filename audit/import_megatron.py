@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moe_audit.importers import ImportReport, PerLayer, declared_layers, write_store
-from moe_audit.record import LayerInfo, LayerRecord, Record
+from moe_audit.importers import ImportReport, PerLayer, check_once, declared_layers, write_store
+from moe_audit.record import MAX_COUNT, LayerInfo, LayerRecord, Record
+from moe_audit.run import MAX_EXPERTS
 from moe_audit.store import UNLABELLED
 from moe_audit.thresholds.errors import NoDataError, UsageError
 
@@ -39,19 +40,20 @@ def import_megatron(
     files: Sequence[Path], num_experts: PerLayer | None, top_k: PerLayer | None, output: Path
 ) -> ImportReport:
     """See `import_files`."""
+    check_once(files)
     traced: dict[Place, int] = {}  # the top-k of each layer
     notes: list[str] = []
     ranks: set[int] = set()
     sums: dict[int, dict[Place, _Sum]] = defaultdict(dict)
     for file in files:
         for line, entry in _entries(file, notes):
-            place, step, indices = _parse(entry, file, line)
+            place, step, rank, indices = _parse(entry, file, line)
             if traced.setdefault(place, indices.shape[1]) != indices.shape[1]:
                 raise UsageError(
                     f"{file}, line {line}: top-k {indices.shape[1]}, before it was {traced[place]}",
                     "import traces of one model at a time",
                 )
-            ranks.add(int(entry.get("rank", 0)))
+            ranks.add(rank)
             _add(sums[step], place, indices)
     if not sums:
         raise NoDataError(f"{files[0]} holds no router call", "trace at least one step")
@@ -93,24 +95,30 @@ def _entries(file: Path, notes: list[str]) -> Iterator[tuple[int, Any]]:
                 ) from None
 
 
-def _parse(entry: Any, file: Path, line: int) -> tuple[Place, int, npt.NDArray[np.int64]]:
+def _parse(entry: Any, file: Path, line: int) -> tuple[Place, int, int, npt.NDArray[np.int64]]:
     try:
         place = (str(entry.get("block", "decoder")), int(entry.get("mtp_idx", 0)), int(entry["layer"]))
-        step = int(entry["step"])
-        indices = np.asarray(entry["top_indices"], dtype=np.int64)
+        step, rank = int(entry["step"]), int(entry.get("rank", 0))
+        if not (0 <= step <= MAX_COUNT and 0 <= place[2] <= MAX_COUNT):
+            raise ValueError(f"step {step}, layer {place[2]}")
+        indices = np.asarray(entry["top_indices"])
         if indices.size == 0:
-            indices = indices.reshape(0, int(entry["topk"]))
+            indices = np.zeros((0, int(entry["topk"])), dtype=np.int64)
+        if indices.dtype.kind not in "iu":
+            raise ValueError(f"top_indices are {indices.dtype}")
         if indices.ndim != 2 or len(indices) != int(entry.get("num_tokens", len(indices))):
             raise ValueError(f"top_indices {list(indices.shape)} for {entry.get('num_tokens')} tokens")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UsageError(
             f"{file}, line {line} is no router call: {error!r}", "it needs step, layer and top_indices"
         ) from None
-    return place, step, indices
+    return place, step, rank, indices
 
 
 def _add(step: dict[Place, _Sum], place: Place, indices: npt.NDArray[np.int64]) -> None:
-    picks = indices[indices >= 0]
+    picks = np.minimum(
+        indices[indices >= 0], MAX_EXPERTS
+    )  # which is no expert either: a sentinel may be huge
     picks_E = np.bincount(picks)
     total = step.setdefault(place, _Sum(np.zeros(0, dtype=np.int64)))
     size = max(len(total.picks_E), len(picks_E))

@@ -101,8 +101,8 @@ def read_tables(files: Sequence[Path], format: str) -> Table:
     step = integers("step")
     codes = {}
     for column, default in (("source", ""), ("phase", "train")):
-        texts = frame[column].astype(str) if column in frame else pd.Series([default] * len(frame))
-        code, names = pd.factorize(texts)
+        cells = frame[column] if column in frame else pd.Series([default] * len(frame))
+        code, names = pd.factorize(cells.astype(str).where(cells.notna(), ""))
         codes[column] = (code.astype(np.int64), [str(n) for n in names])
         if "" in names and column in frame:
             bad = int(np.flatnonzero(code == list(names).index(""))[0])
@@ -125,7 +125,10 @@ def read_tables(files: Sequence[Path], format: str) -> Table:
 
 
 def _read_csv(file: Path) -> pd.DataFrame:
-    """Cells by line; lines that are empty altogether are passed over. A column stays text if one cell is."""
+    """Cells by line; lines that are empty altogether are passed over. A column stays text if one cell is.
+
+    Cells are separated by the first of comma, semicolon and tab that the header has.
+    """
     import pandas as pd
 
     options: dict[str, Any] = {"dtype": {"source": str, "phase": str}, "encoding": "utf-8-sig"}
@@ -133,7 +136,10 @@ def _read_csv(file: Path) -> pd.DataFrame:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", pd.errors.ParserWarning)  # cells beyond the header's would be lost
-            frame: pd.DataFrame = pd.read_csv(file, skipinitialspace=True, **options)
+            with file.open(encoding="utf-8-sig") as lines:
+                header = lines.readline()
+            separator = next((mark for mark in ",;\t" if mark in header), ",")
+            frame: pd.DataFrame = pd.read_csv(file, sep=separator, skipinitialspace=True, **options)
     except pd.errors.ParserWarning:
         raise UsageError(
             f"{file} has lines with more cells than the header", "quote what holds commas"

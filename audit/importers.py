@@ -168,6 +168,19 @@ def expand(paths: Sequence[Path], pattern: str) -> list[Path]:
     return out
 
 
+def check_once(files: Sequence[Path]) -> None:
+    """For formats whose files are added up.
+
+    Raises:
+        UsageError: a file is there twice.
+    """
+    seen: set[Path] = set()
+    for file in files:
+        if file.resolve() in seen:
+            raise UsageError(f"{file} is named twice", "name each file once")
+        seen.add(file.resolve())
+
+
 def natural_key(path: Path) -> list[tuple[int, str]]:
     """Sorts step2 before step10."""
     return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", path.name)]

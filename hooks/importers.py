@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_audit.hooks.adapters.form import is_integer
 from moe_audit.importers import (
     TENSOR_FORMATS,
     ImportReport,
     PerLayer,
+    check_once,
     declared_layers,
     expand,
     write_store,
@@ -54,6 +56,7 @@ def import_tensors(
         if not file.exists():
             raise UsageError(f"{file} does not exist", "name the files to import")
     files = expand(files, "*.pt")
+    check_once(files)
     if format == "sglang":
         return _import_sglang(files, num_experts, top_k, Path(output))
     if format == "hf":
@@ -89,6 +92,10 @@ def _import_sglang(
                 steps[step] = steps[step] + counts_LE if step in steps else counts_LE
         else:
             raise UsageError(f"{file} is no expert-distribution dump", "it holds logical_count or records")
+        sizes = {tuple(counts_LE.shape) for counts_LE in steps.values()}
+        if len(sizes) > 1:
+            listed = " and ".join(map(str, sorted(sizes)))
+            raise UsageError(f"{file}: counts [layers, experts] of {listed}", "import dumps of one model")
     fired = [
         step for step in sorted(steps) if steps[step].any()
     ]  # a ring buffer that was not full has rows of 0
@@ -121,7 +128,7 @@ def _import_sglang(
 
 def _passes(counts: Any, file: Path) -> Iterator[Tensor]:
     """The passes of a stat dump, int64 [L, E] each."""
-    if not isinstance(counts, Tensor) or counts.ndim not in (2, 3) or counts.is_floating_point():
+    if not isinstance(counts, Tensor) or counts.ndim not in (2, 3) or not is_integer(counts):
         raise UsageError(
             f"{file}: logical_count is no integer tensor [passes, layers, experts]", "see its mode"
         )
@@ -137,13 +144,19 @@ def _detailed(dump: dict[str, Any], file: Path, num_experts: PerLayer | None) ->
         )
     experts = num_experts if isinstance(num_experts, int) else int(logical_LP.max()) + 1
     out: dict[int, Tensor] = {}
+    if not isinstance(dump["records"], list | tuple):
+        raise UsageError(f"{file}: records are no list", "see its mode")
     for entry in dump["records"]:
         try:
             step = int(entry["forward_pass_id"])
             if "global_physical_count" in entry:
-                physical_LP = torch.as_tensor(entry["global_physical_count"]).long()
+                physical_LP = _integers(entry["global_physical_count"])
             else:
-                physical_LP = _count_ids(entry["topk_ids_of_layer"], logical_LP.shape[1])
+                physical_LP = _count_ids(_integers(entry["topk_ids_of_layer"]), logical_LP.shape[1])
+            if physical_LP.shape != logical_LP.shape:
+                raise ValueError(f"{tuple(physical_LP.shape)} counts, a map of {tuple(logical_LP.shape)}")
+            if physical_LP[logical_LP < 0].any():
+                raise ValueError("picks of a physical expert that the map leaves empty")
             counts_LE = torch.zeros(logical_LP.shape[0], experts, dtype=torch.int64)
             counts_LE.scatter_add_(1, logical_LP.long().clamp_min(0), physical_LP)
         except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
@@ -152,9 +165,21 @@ def _detailed(dump: dict[str, Any], file: Path, num_experts: PerLayer | None) ->
     return out
 
 
+def _integers(values: Any) -> Tensor:
+    """int64, of integers only.
+
+    Raises:
+        ValueError: they are something else.
+    """
+    tensor = torch.as_tensor(values)
+    if not is_integer(tensor):
+        raise ValueError(f"{tensor.dtype} where integers belong")
+    return tensor.long()
+
+
 def _count_ids(ids_LTK: Tensor, num_physical: int) -> Tensor:
     """Picks per physical expert [L, P]; -1 fills up."""
-    flat = ids_LTK.long().flatten(1)
+    flat = ids_LTK.flatten(1)
     counts = torch.zeros(len(flat), num_physical + 1, dtype=torch.int64)
     counts.scatter_add_(1, torch.where(flat >= 0, flat, num_physical), torch.ones_like(flat))
     return counts[:, :num_physical]
@@ -195,7 +220,7 @@ def _logits(content: Any, file: Path) -> dict[int, Tensor]:
         found = list(found)
     if not isinstance(found, list | tuple):
         raise UsageError(f"{file} holds no router_logits", "save the tuple that the model returns")
-    logits = {i: x for i, x in enumerate(found) if isinstance(x, Tensor) and x.numel()}
+    logits = {i: x.detach() for i, x in enumerate(found) if isinstance(x, Tensor) and x.numel()}
     if not logits or any(x.ndim < 2 or not x.is_floating_point() for x in logits.values()):
         raise UsageError(
             f"{file} holds no router_logits [tokens, experts]", "save the tuple the model returns"
@@ -218,8 +243,11 @@ def _num_sources(content: Any, file: Path) -> int:
     ids = content.get("source_ids") if isinstance(content, dict) else None
     if ids is None:
         return 0
-    ids = torch.as_tensor(ids)
-    if ids.is_floating_point() or not ids.numel() or int(ids.min()) < 0:
+    try:
+        ids = _integers(ids)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{file}: source_ids are no integers: {error}", "number the sources") from None
+    if not ids.numel() or int(ids.min()) < 0:
         raise UsageError(f"{file}: source_ids are not integers from 0", "number the sources")
     return int(ids.max()) + 1
 
@@ -229,14 +257,20 @@ def _logit_record(
 ) -> Record:
     logits = _logits(content, file)
     out, tokens, excluded = {}, 0, 0
+    sizes = {info.layer: info.num_experts for info in layers}
+    differ = {number for number, _ in sizes.items() ^ {(i, x.shape[-1]) for i, x in logits.items()}}
+    if differ:
+        raise UsageError(
+            f"{file}: layer {min(differ)} is not as in the first file", "save one model's logits"
+        )
     for info in layers:
-        if info.layer not in logits or logits[info.layer].shape[-1] != info.num_experts:
-            raise UsageError(
-                f"{file}: layer {info.layer} is not as in the first file", "save one model's logits"
-            )
         logits_TE = logits[info.layer].reshape(-1, info.num_experts).float()
         mask_T = _per_token(content, "attention_mask", len(logits_TE), file)
         source_T = _per_token(content, "source_ids", len(logits_TE), file)
+        if mask_T is not None and bool((mask_T < 0).any()):
+            raise UsageError(
+                f"{file}: attention_mask has negative values", "1 is a token that counts, 0 none"
+            )
         keep_T = torch.ones(len(logits_TE), dtype=torch.bool) if mask_T is None else mask_T > 0
         tokens, excluded = int(keep_T.sum()), int((~keep_T).sum())
         source_T = torch.zeros(len(logits_TE), dtype=torch.int64) if source_T is None else source_T.long()
@@ -245,9 +279,9 @@ def _logit_record(
 
 
 def _count_logits(logits_TE: Tensor, source_T: Tensor, S: int, K: int) -> LayerRecord:
-    """What a softmax router picks for these logits; the picks of a token with NaN are invalid."""
+    """What a softmax router picks for these logits; the picks of a token with NaN or infinity are invalid."""
     E = logits_TE.shape[1]
-    good_T = ~logits_TE.isnan().any(1)
+    good_T = ~(logits_TE.isnan() | logits_TE.isposinf()).any(1)
     picks_TK = logits_TE[good_T].topk(K, dim=1).indices
     cell = (source_T[good_T, None] * E + picks_TK).flatten()
     probs_TE = logits_TE[good_T].softmax(1)
