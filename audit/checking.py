@@ -131,7 +131,7 @@ class _Judge:
             status,
             exit_code,
             self._run(),
-            {"name": policy.name, "sha256": policy.sha256},
+            {"name": policy.name, "sha256": policy.sha256, "origin": policy.origin},
             self._windows(),
             {s.name: tally.totals[s] for s in (Status.PASS, Status.WARN, Status.FAIL, Status.INSUFFICIENT)},
             tally.gate_results(policy.gates),
@@ -261,12 +261,8 @@ class _Judge:
         if Status.FAIL in tally.unwaived.values():
             return Status.FAIL, None
         count = int((windows.disjoint_W if policy.count_windows == "disjoint" else windows.judged_W).sum())
-        on_counts = {gate for gate in policy.gates if GATES[gate].family not in UNCOUNTED}
-        if not tally.decided & (on_counts or set(policy.gates)):
-            return Status.INSUFFICIENT, {
-                "message": "nothing was judged: " + _reasons(tally.totals, self.skipped),
-                "remedy": "record more tokens a window",
-            }
+        if (silent := self._silence()) is not None:
+            return Status.INSUFFICIENT, {"message": silent, "remedy": "record more tokens a window"}
         if count < policy.min_windows:
             kind = "disjoint windows" if policy.count_windows == "disjoint" else "windows"
             steps = windows.layout.length
@@ -282,6 +278,21 @@ class _Judge:
                 "remedy": "record what it needs, or take it out of `required`",
             }
         return (Status.WARN if Status.WARN in tally.unwaived.values() else Status.PASS), None
+
+    def _silence(self) -> str | None:
+        """What makes a run say too little to pass, though single cells may have been decided; None: nothing.
+
+        A policy that judges evenness has not judged a run of which no load could be told from noise.
+        """
+        tally, policy = self.tally, self.policy
+        evenness = [gate for gate in policy.gates if GATES[gate].family == "evenness" and gate in tally.worst]
+        on_counts = [gate for gate in policy.gates if GATES[gate].family not in UNCOUNTED]
+        if not tally.decided.intersection(on_counts or policy.gates):
+            return "nothing was judged: " + _reasons(tally.totals, self.skipped)
+        if evenness and not tally.decided.intersection(evenness):
+            cells = "every cell of " + ", ".join(evenness)
+            return f"how even the loads are was not judged: {cells} is within sampling noise"
+        return None
 
     def _run(self) -> dict[str, Any]:
         analysis = self.analysis

@@ -87,7 +87,7 @@ def metrics(run: Path, names: tuple[str, ...], no_color: bool, **scope: Any) -> 
     from moe_audit.cli_tables import metrics_texts
 
     places = io.destinations()
-    with opt.open_named(run, scope["phase"]) as opened:
+    with opt.open_run(run, scope["phase"]) as opened:
         texts = metrics_texts(opened, names, [f for f, _ in places], opt.judge_options(opened, scope))
     for text, (_, path) in zip(texts, places):
         io.write(text, path)
@@ -109,7 +109,7 @@ def explain(run: Path, policy: str | None, no_color: bool, **scope: Any) -> int:
     from moe_audit import explain as explaining
 
     places = io.destinations()
-    with opt.open_named(run, scope["phase"]) as opened:
+    with opt.open_run(run, scope["phase"]) as opened:
         found = explaining.explain(opened, policy, **opt.judge_options(opened, scope))
     for format, path in places:
         io.write(explaining.render(found, format), path)
@@ -145,7 +145,7 @@ def compare(
     from moe_audit import compare as comparing
 
     places = io.destinations()
-    with opt.open_named(a, phase) as run_a, opt.open_named(b, phase) as run_b:
+    with opt.open_run(a, phase) as run_a, opt.open_run(b, phase) as run_b:
         result = comparing.compare(
             run_a,
             run_b,
@@ -208,7 +208,7 @@ def calibrate(
     from moe_audit.reference import calibrate as calibrate_runs
 
     io.refuse_overwrite(output, force)
-    runs = [opt.open_named(path) for path in references]
+    runs = [opt.open_run(path) for path in references]
     result = calibrate_runs(
         runs,
         base=base,

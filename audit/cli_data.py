@@ -58,6 +58,8 @@ def import_command(
             raise UsageError(
                 f"{files[0]} does not tell its format", f"add --format: {', '.join(IMPORT_FORMATS)}"
             )
+    if format != "spill" and output.exists():
+        raise UsageError(f"{output} exists already", "choose another --output, or remove it first")
     experts = None if num_experts is None else parse_per_layer(num_experts, "--num-experts")
     picks = None if top_k is None else parse_per_layer(top_k, "--top-k")
     if format in TENSOR_FORMATS:
@@ -112,7 +114,7 @@ def export_command(run: Path, format: str | None, policy: str | None, phase: str
     if chosen is None:
         known = ", ".join((*ROW_FORMATS, *VERDICT_FORMATS))
         raise UsageError(f"{output} does not tell its format", f"add --format: {known}")
-    with opt.open_named(run, phase) as opened:
+    with opt.open_run(run, phase) as opened:
         if chosen in VERDICT_FORMATS:
             _export_verdict(opened, chosen, policy, output)
         else:

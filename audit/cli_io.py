@@ -172,6 +172,7 @@ def write(text: str, path: str) -> None:
             sys.stdout.flush()
         return
     try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}") from error
@@ -208,5 +209,3 @@ def deliver(
 def refuse_overwrite(path: Path, force: bool) -> None:
     if path.exists() and not force:
         raise UsageError(f"{path} exists already", "choose another name, or --force")
-    if not path.parent.is_dir():
-        raise UsageError(f"the folder {path.parent} does not exist", "make it first")

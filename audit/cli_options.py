@@ -174,16 +174,11 @@ def output_options(*formats: str) -> Callable[[F], F]:
 # -- names in a run
 
 
-def open_named(path: Path, phase: str = "train") -> Run:
-    """`open_run`, with an error that names the nearest phase where there are no records of this one."""
+def open_run(path: Path, phase: str = "train") -> Run:
+    """`moe_audit.open_run`, imported when a command needs it."""
     from moe_audit.run import open_run
 
-    run = open_run(path, phase)
-    if not run.records and phase != "train":
-        phases = run.phases
-        run.close()
-        raise UsageError(f"{run.path} has no records of phase {phase!r}", nearest(phase, phases))
-    return run
+    return open_run(path, phase)
 
 
 def layer_numbers(run: Run, wanted: Sequence[str]) -> list[int] | None:
@@ -266,5 +261,5 @@ def judge(path: Path, policy: str | None, scope: dict[str, Any], **how: Any) -> 
     from moe_audit.thresholds.policy import load_policy
 
     loaded = load_policy(policy)
-    with open_named(path, scope["phase"]) as run:
+    with open_run(path, scope["phase"]) as run:
         return check(run, loaded, **judge_options(run, scope), **how)

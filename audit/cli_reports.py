@@ -45,7 +45,7 @@ def report(
     from moe_audit.thresholds.policy import load_policy
 
     loaded = load_policy(policy)
-    with opt.open_named(run, scope["phase"]) as opened:
+    with opt.open_run(run, scope["phase"]) as opened:
         verdict = check(opened, loaded, all_cells=tensorboard is not None, **opt.judge_options(opened, scope))
         bad = verdict.totals["FAIL"] + verdict.totals["WARN"]
         why = explain(opened, loaded, **opt.judge_options(opened, scope)) if bad else None
@@ -98,14 +98,14 @@ def statement(
         if run is None:
             differences = stating.verify(verify)
         else:
-            with opt.open_named(run) as opened:
+            with opt.open_run(run) as opened:
                 differences = stating.verify(verify, opened)
         for line in differences or [f"{verify}: the statement is what the store says"]:
             click.echo(line)
         return 1 if differences else 0
     if run is None:
         raise UsageError("statement needs a RUN", "or --verify FOLDER")
-    with opt.open_named(run) as opened:
+    with opt.open_run(run) as opened:
         content = stating.statement(opened, checkpoint, policy, output)
     for name in (stating.JSON_NAME, stating.CARD_NAME):
         click.echo(output / name)

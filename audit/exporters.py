@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moe_audit.run import Run
-from moe_audit.thresholds.errors import NoDataError, UsageError
+from moe_audit.run import Run, no_records
+from moe_audit.thresholds.errors import UsageError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -42,16 +42,18 @@ def export(run: Run, format: str, output: str | Path) -> int:
     if output.exists():
         raise UsageError(f"{output} exists already", "choose another file")
     if not run.records:
-        raise NoDataError(f"{run.path} has no records of phase {run.phase!r}", "there is nothing to export")
+        raise no_records(run)
     draft = output.with_name(f"{output.name}.new-{os.getpid()}")
     try:
+        output.parent.mkdir(parents=True, exist_ok=True)
         rows = writers[format](run, draft)
         draft.rename(output)
     except OSError as error:
         remedy = "choose a folder that can be written"
         raise UsageError(f"{output} cannot be written: {error}", remedy) from error
     finally:
-        draft.unlink(missing_ok=True)
+        with suppress(OSError):  # its folder could not be made
+            draft.unlink(missing_ok=True)
     return rows
 
 

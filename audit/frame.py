@@ -23,9 +23,9 @@ import numpy.typing as npt
 from moe_audit import formulas as m
 from moe_audit.blocks import LayerBlocks, read_blocks
 from moe_audit.record import LayerInfo
-from moe_audit.run import RecordInfo, Run
+from moe_audit.run import RecordInfo, Run, no_records
 from moe_audit.thresholds import floors
-from moe_audit.thresholds.errors import NoDataError, UsageError
+from moe_audit.thresholds.errors import UsageError
 from moe_audit.thresholds.gate_names import nearest
 from moe_audit.thresholds.policy import Policy
 from moe_audit.windows import Windows, choose_layout, lay_out, warmup_steps
@@ -283,12 +283,8 @@ def analyse(
         if record.first_step >= low and (end is None or record.last_step <= end)
     ]
     if not rows:
-        phases = ", ".join(run.phases) or "none"
-        scope = "" if len(run.records) == 0 else f" within the steps asked for (it has {len(run.records)})"
-        raise NoDataError(
-            f"{run.path} has no record of phase {run.phase!r}{scope}",
-            f"phases recorded: {phases}; no data is never a pass",
-        )
+        has = len(run.records)
+        raise no_records(run, f" within the steps asked for (it has {has})" if has else "")
     records = [run.records[r] for r in rows]
     anchor = None if run.tail is None else run.tail.anchor
     layout = choose_layout(

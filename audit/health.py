@@ -103,10 +103,14 @@ def uniform_counts(gate: str, f: LayerFrame, looks: Looks, source: int | None) -
     # The chance that a perfect router hits exactly even counts (normal density at the mean).
     variance_W = np.maximum(m_W / f.N * (1 - f.k / f.N), 1 / (2 * math.pi))
     chance_W = math.sqrt(f.N) * (2 * math.pi * variance_W) ** (-(f.N - 1) / 2)
-    lucky_W = chance_W * looks.windows * looks.layers > looks.alpha
+    chances = looks.windows * looks.layers / looks.alpha
+    lucky_W = chance_W * chances > 1
+    variance = (math.sqrt(f.N) * chances) ** (2 / (f.N - 1)) / (2 * math.pi)  # with it they are not lucky
+    enough = variance * f.N / (1 - f.k / f.N) / f.k
     return Column(
         same_W,
         lucky_W.astype(np.float64),
         effective_tokens(f, source),
+        lambda w, limit: enough - m_W[w] / f.k,
         note=lambda w: "every expert has the same count: forced balancing, or experts that choose tokens",
     )

@@ -33,7 +33,13 @@ GATE_ORDER = np.array(
 
 @dataclass(frozen=True)
 class Judged:
-    """One gate in one layer and source over all windows, judged. `status_W` is -1 where there is no cell."""
+    """One gate in one layer and source over all windows, judged.
+
+    Attributes:
+        status_W: -1 where there is no cell.
+        limit_W: The limit that decided.
+        blind_W: Noise alone would fail: to pass there is luck, and says nothing.
+    """
 
     gate: str
     info: LayerInfo
@@ -41,7 +47,8 @@ class Judged:
     limit: Limit
     column: Column
     status_W: npt.NDArray[np.int8]
-    limit_W: Floats  # the one that decided
+    limit_W: Floats
+    blind_W: npt.NDArray[np.bool_]
 
     def badness_W(self) -> Floats:
         """Sorts cells by status first, by distance past the limit next."""
@@ -103,18 +110,17 @@ def judge_column(
     status_W = np.where(judged_W & ~np.isnan(value_W), Status.PASS, NOT_JUDGED).astype(np.int8)
     first = limit.warn if limit.warn is not None else limit.fail
     limit_W = np.full(len(value_W), np.nan if first is None else first)
+    blind_W = np.zeros(len(value_W), bool)
     for level, status in ((limit.warn, Status.WARN), (limit.fail, Status.FAIL)):
         if level is None:
             continue
         breached_W = (status_W >= 0) & breaches(limit.op, value_W, level)
         if noise_aware and column.floor_W is not None:
-            lost_W = breached_W & breaches(limit.op, column.floor_W, level)
-        else:
-            lost_W = np.zeros(len(value_W), bool)
+            blind_W = breaches(limit.op, column.floor_W, level)
         status_W[breached_W] = status
-        status_W[lost_W] = Status.INSUFFICIENT
+        status_W[breached_W & blind_W] = Status.INSUFFICIENT
         limit_W[breached_W] = level
-    return Judged(gate, info, source, limit, column, status_W, limit_W)
+    return Judged(gate, info, source, limit, column, status_W, limit_W, blind_W)
 
 
 @dataclass
@@ -140,7 +146,8 @@ class Tally:
             return
         for status in Status:
             self.totals[status] += count_of[status]
-        if sum(count_of) > count_of[Status.INSUFFICIENT]:
+        passed_W = (status_W == Status.PASS) & ~judged.blind_W
+        if passed_W.any() or count_of[Status.WARN] or count_of[Status.FAIL]:
             self.decided.add(judged.gate)
         badness_W = judged.badness_W()
         w = int(badness_W.argmax())

@@ -32,7 +32,8 @@ from moe_audit.record import (
     record_crc,
 )
 from moe_audit.spill import spilled_records
-from moe_audit.thresholds.errors import StoreError, UsageError
+from moe_audit.thresholds.errors import NoDataError, StoreError, UsageError
+from moe_audit.thresholds.gate_names import nearest
 from moe_audit.windows import Tail
 
 STORE_NAME = "routing.db"
@@ -147,6 +148,8 @@ class Run:
         if unknown:
             raise damaged(self.path, f"it has rows of layers that it does not have: {unknown}")
         self.sources = [str(name) for (name,) in self._rows("SELECT name FROM source ORDER BY source")]
+        if self.tail is None:
+            self._check_layers()
         columns = "attempt, start_step, started_at, world_size"
         self.attempts = [
             Attempt(*_typed(self.path, "attempt", row, (int, int, str, int | None)))
@@ -168,6 +171,17 @@ class Run:
         self._first_step = min((info.first_step for info in own), default=0)
         self.spilled = spilled_records(self.path)
         self._row_of_record = {info.record: r for r, info in enumerate(self.records)}
+
+    def _check_layers(self) -> None:
+        """Arrays can be cut into rows of another length: the last ones of each layer show the true one."""
+        last = "SELECT length(counts), length(tokens) FROM load WHERE layer = ? ORDER BY record DESC LIMIT 1"
+        for info in self.layers:
+            for counts, tokens in self._rows(last, info.layer):
+                sources = len(self.sources) if tokens is None else tokens // 8
+                if counts != 4 * sources * info.num_experts:
+                    name = f"layer {info.layer} ({info.name})"
+                    found = f"its counts are of {counts / (4 * max(sources, 1)):g}"
+                    raise damaged(self.path, f"{name} has {info.num_experts} experts, {found}")
 
     def __enter__(self) -> Run:
         return self
@@ -367,6 +381,14 @@ def open_run(path: str | Path, phase: str = "train", tail: Tail | None = None) -
     return Run(file, phase, tail)
 
 
+def no_records(run: Run, within: str = "") -> NoDataError:
+    """The error where there is no record of the phase that was opened; `within`: of what was asked for."""
+    message = f"{run.path} has no record of phase {run.phase!r}{within}"
+    phases = ", ".join(run.phases) or "none"
+    near = "" if run.phase in run.phases else f" ({nearest(run.phase, run.phases)})"
+    return NoDataError(message, f"phases recorded: {phases}{near}; no data is never a pass")
+
+
 def _typed(path: Path, what: str, row: Sequence[Any], types: Sequence[type | UnionType]) -> Sequence[Any]:
     """The row, if its values have these types; damage can change the type of a value."""
     if not all(map(isinstance, row, types)):  # a generator would take as long as the query
@@ -381,8 +403,8 @@ def _layer_info(path: Path, row: Sequence[Any]) -> LayerInfo:
         tags = tuple(str(tag) for tag in json.loads(tags))
     except (TypeError, ValueError) as error:
         raise damaged(path, f"layer {layer}: {error}") from error
-    if not 0 < num_experts <= MAX_EXPERTS or (top_k is not None and top_k < 1):
-        raise damaged(path, f"layer {layer} has {num_experts} experts and top-k {top_k}")
+    if not 0 < num_experts <= MAX_EXPERTS or (top_k is not None and not 0 < top_k <= num_experts):
+        raise damaged(path, f"layer {layer} ({name}) has {num_experts} experts and top-k {top_k}")
     return LayerInfo(layer, name, num_experts, top_k, capacity_factor, gating, tags)
 
 

@@ -242,7 +242,7 @@ def check_sources(sources: Sequence[str]) -> None:
 
 
 def check_layers(layers: Sequence[LayerInfo]) -> None:
-    """Raises UsageError where there is no layer, or two share a number or a name."""
+    """Raises UsageError where there is none, two share a number or name, or a top-k exceeds its experts."""
     if not layers:
         raise UsageError("no layer to record", "a store needs at least one MoE layer")
     numbers, names = [str(i.layer) for i in layers], [i.name for i in layers]
@@ -250,6 +250,12 @@ def check_layers(layers: Sequence[LayerInfo]) -> None:
         if len(set(values)) < len(values):
             double = next(v for v in values if values.count(v) > 1)
             raise UsageError(f"{what} {double} is there twice", "number and name of a layer must differ")
+    for i in layers:
+        if i.top_k is not None and not 0 < i.top_k <= i.num_experts:
+            raise UsageError(
+                f"layer {i.layer} ({i.name}) has top-k {i.top_k} of {i.num_experts} experts",
+                "a token picks an expert once",
+            )
 
 
 def check_format(connection: sqlite3.Connection, path: Path) -> None:

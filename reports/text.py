@@ -60,6 +60,9 @@ def render(verdict: Verdict, width: int | None = None, color: bool = False, quie
     console.print(Text.assemble((status, STYLES[status]), " ", path, sentence(verdict)))
     if scope(verdict):
         console.print(Text(scope(verdict), style="dim"))
+    name, origin = verdict.policy.get("name"), verdict.policy.get("origin")
+    if origin and origin != f"preset {name}":
+        console.print(Text(f"policy {clean(name, 80)}: {clean(origin, 200)}", style="dim"))
     if verdict.gates:
         console.print()
         console.print(_gates(verdict))

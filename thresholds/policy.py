@@ -235,12 +235,12 @@ def load_policy(name_or_path: str | Path | None = None, cwd: str | Path | None =
             )
         return _resolve(path, f"{name_or_path}")
     if (folder / POLICY_FILE).is_file():
-        return _resolve(folder / POLICY_FILE, POLICY_FILE)
+        return _resolve(folder / POLICY_FILE, str(folder / POLICY_FILE))
     pyproject = folder / "pyproject.toml"
     if pyproject.is_file():
         table = _read_toml(pyproject).get("tool", {}).get("moe-audit")
         if table is not None:
-            return _resolve(pyproject, "[tool.moe-audit] in pyproject.toml", table)
+            return _resolve(pyproject, f"[tool.moe-audit] in {pyproject}", table)
     return _resolve(_preset_file("default"), "preset default")
 
 
@@ -330,7 +330,8 @@ def _validate(data: dict[str, Any], where: Path | str) -> PolicyFile:
 
     _refuse_unknown_keys(data, PolicyFile, str(where))
     try:
-        return TypeAdapter(PolicyFile).validate_python(data)
+        # As JSON, since strictly only JSON may stand for a dataclass: "20" is no 20, and true is no 1.
+        return TypeAdapter(PolicyFile).validate_json(json.dumps(data, default=_as_json), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         kinds = {"float", "int", "str", "list[union[int,str]]"}
@@ -344,6 +345,11 @@ def _preset(name: str) -> PolicyFile:
     data = tomllib.loads(preset_text(name))
     gates = {gate: GateRule(**rule) for gate, rule in data.pop("gates").items()}
     return PolicyFile(**data, gates=gates)
+
+
+def _as_json(value: Any) -> Any:
+    """Numbers of numpy as numbers; dates, and all else, as text."""
+    return value.item() if hasattr(value, "item") else str(value)
 
 
 def _given(error: Any) -> str:

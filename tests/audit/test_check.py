@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from typing import Any
@@ -548,6 +549,41 @@ def test_no_data_is_never_a_pass(make_run, tmp_path) -> None:  # type: ignore[no
     assert (verdict.status, verdict.exit_code) == (Status.INSUFFICIENT, 3)
     zeros = make_run(np.zeros((4, 1, 1, 4), int))
     assert moe_audit.check(zeros).exit_code == 3
+
+
+@pytest.mark.parametrize(("num_experts", "top_k", "tokens"), [(8, 2, 6), (8, 2, 12), (16, 1, 30), (64, 8, 4)])
+def test_a_run_whose_loads_drown_in_noise_has_not_passed(  # type: ignore[no-untyped-def]
+    make_run, num_experts: int, top_k: int, tokens: int
+) -> None:
+    """Gates that a few tokens can decide, such as the entropy of a source, do not speak for the others."""
+    rng = np.random.default_rng(tokens)
+    draws = [top_k_counts(rng, tokens, num_experts, top_k) for _ in range(16)]
+    path = make_run(np.array(draws).reshape(8, 1, 2, num_experts), top_k)
+    verdict = moe_audit.check(path, length=1, stride=1)
+    assert verdict.totals["PASS"] > 0, "single cells pass by luck, or by a wide limit"
+    assert (verdict.status, verdict.exit_code) == (Status.INSUFFICIENT, 3)
+    assert verdict.error is not None and "within sampling noise" in verdict.error["message"]
+    wide = policy_from_dict({"gates": {"source_entropy": {"fail": 0.01}}})
+    assert moe_audit.check(path, wide, 1, 1).status == Status.PASS, "all that was asked can be told"
+    luck = policy_from_dict({"gates": {"max_load": {"fail": 50}}, "required": ["max_load"]})
+    assert moe_audit.check(path, luck, 1, 1).status == Status.PASS
+
+
+@pytest.mark.parametrize(("num_experts", "per_expert"), [(2, 10), (4, 1), (8, 1)])
+def test_even_counts_by_luck_say_how_many_tokens_would_tell(  # type: ignore[no-untyped-def]
+    make_run, num_experts: int, per_expert: int
+) -> None:
+    counts = np.full((4, 1, 1, num_experts), per_expert)
+    cell = named(moe_audit.check(make_run(counts), length=1, stride=1), "uniform_counts")[0]
+    assert cell.status == Status.INSUFFICIENT
+    needed = int(re.sub(r".*needs ([\d ]+) more tokens.*", r"\1", cell.value_reason or "").replace(" ", ""))
+    enough = -(-(per_expert * num_experts + needed) // num_experts)
+    assert (
+        gate(moe_audit.check(make_run(counts * 0 + enough), length=1, stride=1), "uniform_counts") == "WARN"
+    )
+    if enough > per_expert + 1:
+        almost = moe_audit.check(make_run(counts * 0 + enough - 1), length=1, stride=1)
+        assert gate(almost, "uniform_counts") == "INSUFFICIENT"
 
 
 def test_warnings_and_fail_on(make_run) -> None:  # type: ignore[no-untyped-def]

@@ -13,8 +13,10 @@ import jsonschema
 import numpy as np
 import pytest
 
+import moe_audit
 from moe_audit.cli import cli, main
 from moe_audit.run import open_run
+from moe_audit.thresholds.errors import NoDataError
 
 UNIFORM = np.full((2, 8), 5000)  # [sources, experts]
 HOT = np.tile([19000] + [3000] * 7, (2, 1))
@@ -152,12 +154,11 @@ BAD = [
     ("check RUN --layer 7", "layers: 0, 1"),
     ("check RUN --layer layers.0.mo", "did you mean 'layers.0.moe'"),
     ("check RUN --source cod", "did you mean 'code'"),
-    ("check RUN --phase trian", "did you mean 'train'"),
     ("check RUN --policy clasic", "did you mean 'classic'"),
     ("check RUN --format jsn", "did you mean 'json'"),
     ("check RUN --fail-on nevr", "did you mean 'never'"),
     ("metrics RUN --format text --format csv", "two formats"),
-    ("check RUN --format json --output /nowhere/x.json", "/nowhere/x.json"),
+    ("check RUN --format json --output /dev/null/x.json", "/dev/null/x.json"),
     ("check /nowhere/run", "/nowhere/run"),
     ("metrics RUN --metric cvv", "did you mean 'cv'"),
     ("metrics RUN --format xml", "xml"),
@@ -169,7 +170,7 @@ BAD = [
     ("compare RUN RUN --range-a 9-3", "'9-3'"),
     ("compare RUN RUN --range-a all", "'all'"),
     ("calibrate -o x.toml", "REFERENCE"),
-    ("calibrate RUN -o /nowhere/x.toml", "/nowhere"),
+    ("calibrate RUN -o /dev/null/x.toml", "/dev/null"),
     ("calibrate RUN -o TMP/x.toml --alpha nan", "'nan'"),
     ("calibrate RUN -o TMP/x.toml --alpha 0", "'0'"),
     ("calibrate RUN -o TMP/x.toml --alpha 0.9", "0.5"),
@@ -197,6 +198,8 @@ BAD = [
     ("import /nowhere.csv --num-experts 4 -o TMP/x.db", "/nowhere.csv"),
     ("import RUN --format csvv -o TMP/x.db", "did you mean 'csv'"),
     ("import RUN -o TMP/x.db", "--format"),
+    ("import TMP/x.csv --num-experts 4 -o RUN", "choose another --output"),
+    ("export RUN -o /dev/null/x.csv", "/dev/null/x.csv"),
     ("export RUN -o TMP/x.foo", "--format"),
     ("export RUN --format parqet -o TMP/x", "did you mean 'parquet'"),
     ("watch", "RUN"),
@@ -225,6 +228,53 @@ def test_no_records_in_the_steps_asked_for(audit: Any, healthy: Path) -> None:
         code, _, err = audit(*args)
         assert code == 3
         assert one_line(err)
+
+
+@pytest.mark.parametrize("command", ["check", "metrics", "explain", "report", "export -o TMP/x.csv"])
+@pytest.mark.parametrize(
+    ("phase", "named"), [("eval", "phases recorded: train"), ("trian", "did you mean 'train'")]
+)
+def test_a_phase_without_records_is_no_data(
+    audit: Any, healthy: Path, tmp_path: Path, command: str, phase: str, named: str
+) -> None:
+    """The command line and Python tell the same."""
+    name, *options = command.replace("TMP", str(tmp_path)).split()
+    code, _, err = audit(name, healthy, "--phase", phase, *options)
+    assert code == 3 and one_line(err) and named in err
+    with moe_audit.open_run(healthy, phase=phase) as run, pytest.raises(NoDataError) as caught:
+        moe_audit.check(run)
+    assert str(caught.value.message) in err
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "check RUN -f json -o {}",
+        "export RUN -o {}",
+        "report RUN -o {}",
+        "calibrate RUN -o {}",
+        "policy init -o {}",
+    ],
+)
+def test_folders_on_the_way_to_an_output_are_made(
+    audit: Any, healthy: Path, tmp_path: Path, line: str
+) -> None:
+    file = tmp_path / "new" / "folder" / "out.csv"
+    code, _, err = audit(*[a.replace("RUN", str(healthy)).format(file) for a in line.split()])
+    assert code in (0, 1), err
+    assert file.is_file()
+
+
+def test_the_text_says_where_a_policy_was_found(
+    audit: Any, healthy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "preset" not in audit("check", healthy)[1]
+    file = tmp_path / "moe-audit.toml"
+    file.write_text('name = "ours"\nextends = "default"\n')
+    for args in ((), ("--policy", str(file))):
+        out = audit("check", healthy, *args)[1]
+        assert "under policy ours" in out and f"policy ours: {file}" in out.replace("\n", "")
 
 
 def test_usage_errors_reach_those_who_wait_for_json(audit: Any, healthy: Path, tmp_path: Path) -> None:

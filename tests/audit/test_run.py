@@ -206,6 +206,27 @@ def test_a_page_that_was_overwritten_is_told(run_file, tmp_path):
                 read_everything(damaged)
 
 
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("num_experts = 2 * num_experts", "has {double} experts"),
+        ("num_experts = num_experts / 2", "has {half} experts"),
+        ("top_k = num_experts + 1", "top-k {more}"),
+    ],
+)
+@pytest.mark.parametrize("counts_only", [False, True])
+def test_a_layer_table_that_was_changed_is_told(make_run, change, named, counts_only):
+    """Twice the experts in half the sources fit the same bytes."""
+    path = make_run(np.full((3, 2, 2, 8), 40), 2, tokens=not counts_only)
+    db = sqlite3.connect(path)
+    db.execute(f"UPDATE layer SET {change} WHERE layer = 1")
+    db.commit()
+    db.close()
+    with pytest.raises(StoreError, match="layer 1") as caught:
+        open_run(path)
+    assert named.format(double=16, half=4, more=9) in str(caught.value)
+
+
 def test_a_live_run_is_read_as_one_snapshot(run_file, make_record):
     store = Store.open(run_file)
     store.begin_attempt(31)

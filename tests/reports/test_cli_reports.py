@@ -54,7 +54,7 @@ def test_one_check_writes_every_format(runs: Path, tmp_path: Path) -> None:
         (["healthy", "--policy", "no such"], 2),
         (["healthy", "--no-such-option"], 2),
         (["healthy", "--length", "1000"], 3),
-        (["healthy", "--phase", "eval"], 2),
+        (["healthy", "--phase", "eval"], 3),
         (["text"], 4),
     ],
 )

@@ -101,10 +101,11 @@ def test_order_of_origins(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text('extends = "classic"\n')
     assert load_policy(cwd=tmp_path).origin == "preset default"
     (tmp_path / "pyproject.toml").write_text('[tool.moe-audit]\nextends = "specialised"\n')
-    assert load_policy(cwd=tmp_path).origin == "[tool.moe-audit] in pyproject.toml"
+    assert load_policy(cwd=tmp_path).origin == f"[tool.moe-audit] in {tmp_path / 'pyproject.toml'}"
     (tmp_path / "moe-audit.toml").write_text('extends = "default"\nalpha = 0.05\n')
     found = load_policy(cwd=tmp_path)
-    assert (found.origin, found.name, found.alpha) == ("moe-audit.toml", "moe-audit", 0.05)
+    where = str(tmp_path / "moe-audit.toml")
+    assert (found.origin, found.name, found.alpha) == (where, "moe-audit", 0.05)
     assert load_policy("mine.toml", cwd=tmp_path).lag == 1
     assert load_policy("classic", cwd=tmp_path).origin == "preset classic"
 
@@ -236,6 +237,15 @@ def test_waivers_expire() -> None:
         ("[gates]\ncv = 3", "cv"),
         ("a b", "no TOML"),
         ("min_windows = 3", "sets no limit"),
+        ('length = "20"', "valid integer (given: '20')"),
+        ("length = 20.0", "valid integer"),
+        ("min_windows = true", "valid integer (given: True)"),
+        ('alpha = "0.01"', "valid number"),
+        ("noise_aware = 1", "valid boolean"),
+        ('[gates.cv]\nenabled = "false"', "valid boolean"),
+        ("[[overrides]]\nlayers = true\ngates.cv.fail = 1", "overrides.0.layers"),
+        ("lag = true", "lag"),
+        ("extends = 5", "valid string"),
     ],
 )
 def test_a_slip_is_named(tmp_path: Path, text: str, named: str) -> None:
