@@ -16,6 +16,7 @@ from moe_audit.invariants import INVARIANT, Inspector, Problem, notes, problem, 
 from moe_audit.judge import Tally, judge_column, limits
 from moe_audit.run import Run, open_run
 from moe_audit.series import SERIES_GATES, SeriesJudge
+from moe_audit.thresholds.calibrate import NOT_CALIBRATED, expected_breaches
 from moe_audit.thresholds.gate_names import GATES
 from moe_audit.thresholds.policy import Policy, load_policy
 from moe_audit.verdict import Grid, Status, Verdict
@@ -244,10 +245,30 @@ class _Judge:
             source_mix=self.source_mix,
             microbatch_tokens=analysis.microbatch_tokens,
         )
+        messages += self._beyond_calibrated()
         self.problems += [problem("policy", message) for message in messages]
         self.problems += [
             problem("waiver", f"the waiver of {w.owner} for {w.gate} expired on {w.expires}")
             for w in policy.expired_waivers()
+        ]
+
+    def _beyond_calibrated(self) -> list[str]:
+        """How many windows lie beyond calibrated limits, beside how many do in a healthy run."""
+        reference, windows = self.policy.provenance, self.analysis.windows
+        starts = set(windows.first_step_W[windows.disjoint_W].tolist())
+        limit_of = {gate: judged.limit for gate, (_, judged, _) in self.tally.worst.items()}
+        gates = {gate for gate in limit_of.keys() - NOT_CALIBRATED if limit_of[gate].fail is not None}
+        beyond = {
+            (c.gate, c.first_step)
+            for c in self.tally.cells
+            if c.status == Status.FAIL and c.gate in gates and c.first_step in starts
+        }
+        if reference is None or not beyond:
+            return []
+        alpha = max(reference.alpha, reference.attainable_alpha)
+        return [
+            f"{len(beyond)} lie beyond a fail limit, where calibrated limits leave"
+            f" {expected_breaches(alpha, len(gates), len(starts))} in a healthy run"
         ]
 
     def _status(self, invalid: bool) -> tuple[Status, dict[str, str] | None]:

@@ -20,12 +20,14 @@ from moe_audit.frame import Analysis, analyse
 from moe_audit.gates import column
 from moe_audit.record import now
 from moe_audit.run import Run
-from moe_audit.series import SERIES_GATES
 from moe_audit.thresholds.calibrate import (
+    NOT_CALIBRATED,
     CalibratedGate,
     attainable_alpha,
     calibrate_gate,
+    expected_breaches,
     policy_toml,
+    run_alpha,
 )
 from moe_audit.thresholds.errors import NoDataError, StoreError, UsageError
 from moe_audit.thresholds.gate_names import GATES
@@ -33,8 +35,6 @@ from moe_audit.thresholds.policy import PRESETS, Policy, load_policy
 from moe_audit.thresholds.policy_file import SAME_MIX, Provenance, mix_distance, same_batches
 from moe_audit.verdict import Status
 
-# Counts of faults and switches: a healthy run has none, so there is no distribution to take a limit from.
-NOT_CALIBRATED = {"invalid_ids", "uniform_counts", "dead_experts", *SERIES_GATES}
 Floats = npt.NDArray[np.float64]
 
 
@@ -121,10 +121,8 @@ def calibrate(
             f"uncalibrated: {fewest} disjoint windows, where alpha {alpha:g} needs {need};"
             f" smallest attainable alpha = 1/{fewest + 1} = {attainable:.3g}"
         )
-    notes.append(
-        f"alpha {alpha:g} is meant per gate and window: {len(gates)} gates over 20 healthy windows give up to"
-        f" {alpha * len(gates) * 20:.3g} false alarms"
-    )
+    if failing := sum(gate.fail is not None for gate in gates):
+        notes += _what_alpha_means(alpha, failing, int(analyses[0].windows.disjoint_W.sum()), attainable)
     first = settings[0]
     provenance = Provenance(
         references=[str(run.meta.get("run_id") or run.path) for run in runs],
@@ -145,6 +143,18 @@ def calibrate(
     extends = base if base in PRESETS else os.path.relpath(base, folder or Path.cwd())
     toml = policy_toml(name, extends, gates, length, stride, provenance)
     return Calibration(toml, gates, provenance, [*(_line(g) for g in gates), *(f"note: {n}" for n in notes)])
+
+
+def _what_alpha_means(alpha: float, gates: int, windows: int, attainable: float) -> list[str]:
+    """alpha is per gate and window, so that a long healthy run fails somewhere, the reference too."""
+    each = run_alpha(alpha, gates, windows)
+    need = math.ceil(1 / each - 1)
+    return [
+        f"alpha {alpha:g} is meant per gate and window: of a healthy run as long as the first reference,"
+        f" {expected_breaches(max(alpha, attainable), gates, windows)} lie beyond a fail limit",
+        f"for at most {alpha:g} of such runs to fail anywhere, take --alpha {each:.2g} and {need} disjoint"
+        f" reference windows; with fewer the worst of them is the limit, worth {attainable:.2g}",
+    ]
 
 
 def _values(analyses: Sequence[Analysis], policy: Policy) -> dict[str, list[float]]:

@@ -16,6 +16,11 @@ from moe_audit.thresholds.errors import NoDataError, UsageError
 from moe_audit.thresholds.gate_names import GATES
 from moe_audit.thresholds.policy_file import Provenance
 
+# Counts of faults, switches, and gates with a floor for repeated looks of their own: a healthy run has no
+# distribution of them to take a limit from.
+NOT_CALIBRATED = frozenset(
+    {"invalid_ids", "uniform_counts", "dead_experts", "drift", "periodicity", "static_router"}
+)
 ROUNDING = 1e-9  # so that (n+1)(1-alpha) is a whole number where it should be one
 
 
@@ -36,6 +41,25 @@ class ConformalLimit:
 def attainable_alpha(windows: int) -> float:
     """The smallest alpha for which n windows give a limit: 1/(n+1)."""
     return 1 / (windows + 1)
+
+
+def expected_breaches(alpha: float, gates: int, windows: int) -> str:
+    """What to expect of a healthy run, whose every window may breach each limit with probability alpha.
+
+    >>> expected_breaches(0.05, 8, 20)
+    'about 8 of 160 (8 gates x 20 windows)'
+    """
+    looks = gates * windows
+    return f"about {alpha * looks:.3g} of {looks} ({gates} gates x {windows} windows)"
+
+
+def run_alpha(alpha: float, gates: int, windows: int) -> float:
+    """The alpha of one gate and window with which alpha of all healthy runs breach some limit, at most.
+
+    >>> round(1 / run_alpha(0.05, 8, 20) - 1)  # reference windows that it needs
+    3119
+    """
+    return -math.expm1(math.log1p(-alpha) / (gates * windows))
 
 
 def conformal_limit(values: Sequence[float], alpha: float, op: str) -> ConformalLimit:

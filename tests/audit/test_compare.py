@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,22 @@ def test_limits_from_healthy_runs(make_run: Any, tmp_path: Path) -> None:
         verdict = moe_audit.check(other, policy, stride=10, all_cells=True)
     over = [c for c in verdict.cells if c.gate == "max_load" and c.status.name == "FAIL"]
     assert len(over) <= 8  # 5 % of 80 cells are to be expected
+    assert verdict.status == "FAIL"
+    (told,) = [p["message"] for p in verdict.problems if p["kind"] == "policy"]
+    gates = {g.gate for g in verdict.gates if g.fail is not None} - {"invalid_ids"}
+    assert f"{0.05 * 40 * len(gates):.3g} of {40 * len(gates)} ({len(gates)} gates x 40 windows)" in told
+    beyond = {(c.gate, c.first_step) for c in verdict.cells if c.status == "FAIL"}
+    assert told.startswith(f"{len(beyond)} lie beyond") and len(beyond) < 0.1 * 40 * len(gates)
+
+
+def test_calibration_says_what_alpha_means_for_a_whole_run(make_run: Any) -> None:
+    """Per gate and window: with few windows, and with as many as it asks for."""
+    with noisy(make_run, 1) as run:
+        lines = " ".join(calibrate([run], alpha=0.05, length=10).lines)
+        gates = sum(g.fail is not None for g in calibrate([run], alpha=0.05, length=10).gates)
+    assert f"about {0.05 * gates * 40:.3g} of {gates * 40} ({gates} gates x 40 windows)" in lines
+    each = 1 - (1 - 0.05) ** (1 / (gates * 40))
+    assert f"--alpha {each:.2g} and {math.ceil(1 / each - 1)} disjoint reference windows" in lines
 
 
 def test_too_few_windows_say_what_they_are_worth(make_run: Any) -> None:
