@@ -121,8 +121,8 @@ def calibrate(
             f"uncalibrated: {fewest} disjoint windows, where alpha {alpha:g} needs {need};"
             f" smallest attainable alpha = 1/{fewest + 1} = {attainable:.3g}"
         )
-    if failing := sum(gate.fail is not None for gate in gates):
-        notes += _what_alpha_means(alpha, failing, int(analyses[0].windows.disjoint_W.sum()), attainable)
+    if with_fail := sum(gate.fail is not None for gate in gates):
+        notes += _what_alpha_means(alpha, with_fail, int(analyses[0].windows.disjoint_W.sum()), attainable)
     first = settings[0]
     provenance = Provenance(
         references=[str(run.meta.get("run_id") or run.path) for run in runs],
