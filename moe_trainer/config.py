@@ -62,7 +62,11 @@ class ModelConfig(Config):
             "num_kv_heads",
             f"must divide num_heads = {self.num_heads}",
         )
-        need(bool(self.moe_layers), "moe_every", f"no block of {self.num_layers} would be a MoE block")
+        need(
+            self.moe_every <= self.num_layers,
+            "moe_every",
+            f"no block of {self.num_layers} would be a MoE block",
+        )
         self.moe.check(self.d_model)
         return self
 
@@ -73,11 +77,11 @@ class ModelConfig(Config):
     @property
     def moe_layers(self) -> list[int]:
         """Indices of the blocks with a MoE feed-forward."""
-        return [i for i in range(self.num_layers) if (i + 1) % self.moe_every == 0]
+        return list(range(self.moe_every - 1, self.num_layers, self.moe_every))
 
     def num_params_per_part(self) -> dict[str, tuple[int, int]]:
         """(all, active for one token) parameters of each part of the model."""
-        d, layers, moe_layers = self.d_model, self.num_layers, len(self.moe_layers)
+        d, layers, moe_layers = self.d_model, self.num_layers, self.num_layers // self.moe_every
         kv = self.num_kv_heads * self.head_dim
         shared_parts = {
             "embedding": VOCAB_SIZE * d,
@@ -154,7 +158,7 @@ class LoopConfig(Config):
     steps: int = Field(default=300, ge=1)
     micro_batch_sequences: int = Field(default=16, ge=1)
     accumulation: int = Field(default=1, ge=1)
-    seed: int = Field(default=1, ge=0)
+    seed: int = Field(default=1, ge=0, lt=2**63)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     log_every: int = Field(default=10, ge=1)
 

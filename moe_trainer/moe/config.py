@@ -91,7 +91,7 @@ class SharedExpertsConfig(Config):
     def _check_shared(self) -> Self:
         self._require(self.num_experts >= 1, "num_experts", "must be at least 1")
         self._require(self.hidden_size >= 1, "hidden_size", "must be at least 1")
-        _check_limit(self)
+        _check_activation(self)
         if self.router is not None:
             self.router._require(
                 self.router.gating_function != "topk_softmax",
@@ -127,7 +127,8 @@ def _expert_params(activation: str, bias: bool, width: int, hidden: int) -> int:
     return (up + 1) * width * hidden + (up * hidden + width if bias else 0)
 
 
-def _check_limit(config: SharedExpertsConfig | MoEConfig) -> None:
+def _check_activation(config: SharedExpertsConfig | MoEConfig) -> None:
+    config._require(config.activation_alpha > 0, "activation_alpha", "must be positive")
     limit = config.activation_limit
     config._require(limit is None or limit > 0, "activation_limit", "must be positive")
     config._require(
@@ -197,7 +198,7 @@ class MoEConfig(Config):
         need(self.num_experts >= 1, "num_experts", "must be at least 1")
         need(self.hidden_size >= 1, "hidden_size", "must be at least 1")
         need(self.capacity_factor is None or self.capacity_factor > 0, "capacity_factor", "must be positive")
-        _check_limit(self)
+        _check_activation(self)
         for field in ("lb_loss_weight", "z_loss_weight", "orth_loss_weight"):
             weight = getattr(self, field)
             need(weight is None or weight >= 0, field, "must not be negative")

@@ -6,7 +6,6 @@ A slot is the flat position t*K + j of an assignment.
 
 from __future__ import annotations
 
-import math
 from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
@@ -46,8 +45,9 @@ def expert_capacity(
         tokens: Tokens of one rank.
         ep_degree: Ranks that send to the same expert.
     """
-    ideal = Fraction(str(capacity_factor)) * top_k * tokens / num_experts
-    return ep_degree * 8 * math.ceil(ideal / 8)
+    factor = Fraction(str(capacity_factor))
+    # Whole numbers only: the tokens may be a symbol of `torch.compile`.
+    return ep_degree * 8 * -(-factor.numerator * top_k * tokens // (factor.denominator * num_experts * 8))
 
 
 class Dispatcher(nn.Module):
@@ -88,6 +88,7 @@ class Dispatcher(nn.Module):
             return DispatchPlan(slots_N, offs_E, routed.weights_TK, None, None)
         tokens, top_k = routed.indices_TK.shape
         capacity = expert_capacity(tokens, top_k, self.num_experts, self.capacity_factor)
+        capacity = min(capacity, tokens * top_k)  # a huge factor fits no integer of torch
         by_weight = routed.weights_TK if self.drop_policy == "probs" else None
         kept_S = keep_within_capacity(indices_S, routed.counts_E, capacity, by_weight)
         dropped_E = expert_counts(indices_S[~kept_S], self.num_experts)

@@ -102,7 +102,8 @@ class Experts(nn.Module):
             differentiable = (x_TD, weights_TK, *self.parameters())
             keep = torch.is_grad_enabled() and any(value.requires_grad for value in differentiable)
             settings = self.activation, self.alpha, self.limit, keep
-            y_TD, *_ = blocked_forward(x_TD.to(dtype), weights_TK, slots_N, offs_E, *cast, *settings)
+            x, weights = x_TD.to(dtype).contiguous(), weights_TK.contiguous()
+            y_TD, *_ = blocked_forward(x, weights, slots_N, offs_E, *cast, *settings)
             out: Tensor = y_TD.to(x_TD.dtype)
             return out
         rows_N = slots_N // weights_TK.shape[-1]

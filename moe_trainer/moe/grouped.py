@@ -13,6 +13,7 @@ of each expert's rows and ends at N: `F.grouped_mm` leaves rows beyond the last 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,59 @@ GroupedMatmul = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def torch_mm(x_ND: Tensor, w_EDH: Tensor, offs_E: Tensor) -> Tensor:
     """Grouped matmul of torch."""
-    return F.grouped_mm(x_ND, w_EDH, offs=offs_E)
+    if torch.compiler.is_compiling() and x_ND.dtype != torch.bfloat16:
+        y_NH: Tensor = traceable_grouped_mm(x_ND, w_EDH, offs_E)
+    else:
+        y_NH = _ContiguousGradient.apply(F.grouped_mm(x_ND, w_EDH, offs=offs_E))  # type: ignore[no-untyped-call]
+    return y_NH
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """Identity. The backward pass of torch's kernel refuses expanded gradients, such as those of a sum."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return _contiguous(grad)
+
+
+def _contiguous(x: Tensor) -> Tensor:
+    """Rows with strides of their own, also where there are none."""
+    return x if x.numel() and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("moe_trainer::grouped_mm", mutates_args=())
+def traceable_grouped_mm(a: Tensor, b: Tensor, offs_E: Tensor) -> Tensor:
+    """`F.grouped_mm`, whose own description for `torch.compile` knows bf16 only, though its kernels do not.
+
+    (N, D) times (E, D, H), or (D, N) times (N, H), which gives each expert's (D, H).
+    """
+    return F.grouped_mm(a, b, offs=offs_E)
+
+
+@traceable_grouped_mm.register_fake
+def _(a: Tensor, b: Tensor, offs_E: Tensor) -> Tensor:
+    shape = (a.shape[0], b.shape[2]) if b.dim() == 3 else (offs_E.shape[0], a.shape[0], b.shape[1])
+    return a.new_empty(shape)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad_NH: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    x_ND, w_EDH, offs_E = ctx.saved_tensors
+    grad_NH = _contiguous(grad_NH)
+    needs_x, needs_w, _ = ctx.needs_input_grad
+    grad_x = traceable_grouped_mm(grad_NH, w_EDH.transpose(1, 2), offs_E) if needs_x else None
+    grad_w = traceable_grouped_mm(x_ND.T, grad_NH, offs_E) if needs_w else None
+    return grad_x, grad_w, None
+
+
+traceable_grouped_mm.register_autograd(_backward, setup_context=_save)
 
 
 def grouped_gemm_mm(x_ND: Tensor, w_EDH: Tensor, offs_E: Tensor) -> Tensor:

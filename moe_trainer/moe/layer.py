@@ -92,13 +92,14 @@ class MoE(nn.Module):
         self.reset_parameters(init_std, generator)
 
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
-        """Draw new weights for every part."""
+        """Draw new weights for every part and zero the counters: all that `to_empty` leaves undefined."""
         for part in (self.router, self.experts, self.shared, self.latent):
             if part is not None:
                 part.reset_parameters(std, generator)
+        self.load.reset()
 
     def forward(self, x_BSD: Tensor, *, loss_divisor: float | None = None) -> tuple[Tensor, MoELosses]:
-        """Output of the shape of the input, and the router losses.
+        """Output of the shape and dtype of the input, and the router losses.
 
         Args:
             x_BSD: Input, (B, S, D) or (T, D).
@@ -110,7 +111,7 @@ class MoE(nn.Module):
         self.load(routed.counts_E, plan.dropped_E)
         x_TL = x_TD if self.latent is None else self.latent.prepare_routed_input(x_TD)
         y_TL = self.experts.combine(x_TL, plan.weights_TK, plan.slots_N, plan.offs_E)
-        y_TD = y_TL if self.latent is None else self.latent.restore_routed_output(y_TL)
+        y_TD = y_TL if self.latent is None else self.latent.restore_routed_output(y_TL).to(x_TD.dtype)
         if self.shared is not None:
             y_TD = y_TD + self.shared(x_TD)
         instances = x_BSD.shape[0] if x_BSD.dim() == 3 else 1

@@ -97,6 +97,9 @@ class ScoringRouter(nn.Module):
             return weights
         # A token that no expert chose (expert_choice) has no weights to normalise.
         tiny = torch.finfo(weights.dtype).tiny
+        if p != 1:
+            # The powers of small weights would underflow.
+            weights = weights / weights.detach().amax(-1, keepdim=True).clamp_min(tiny)
         norm: Tensor = torch.linalg.vector_norm(weights, p, dim=-1, keepdim=True)
         return weights / norm.clamp_min(tiny)
 
@@ -122,7 +125,8 @@ class Router(ScoringRouter):
     def __init__(self, config: RouterConfig, device: torch.device | str | None = None) -> None:
         super().__init__(config, device)
         biased = config.bias_gamma is not None or config.score_correction_bias
-        bias_E = torch.zeros(config.num_experts, device=device) if biased else None
+        # Also where the default dtype is a lower precision.
+        bias_E = torch.zeros(config.num_experts, dtype=torch.float32, device=device) if biased else None
         self.register_buffer("score_bias", bias_E)
         self.reset_parameters()
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
 from moe_audit.thresholds.errors import UsageError
 
@@ -39,9 +40,15 @@ class Config(BaseModel):
             return handler(data)
         except ValidationError as error:
             first = error.errors()[0]
-            field = ".".join(str(part) for part in first["loc"])
+            field = ".".join([cls.__name__, *(str(part) for part in first["loc"])])
             value = None if first["type"] == "missing" else first["input"]
-            raise ConfigError(f"{cls.__name__}.{field}", value, first["msg"]) from None
+            raise ConfigError(field, value, first["msg"]) from None
+        except ConfigError as error:
+            if "." in error.field or not isinstance(data, Mapping):
+                raise
+            # A part of this object is no configuration at all: what it lacks is the name it was given here.
+            name = next(name for name, value in data.items() if value is error.value)
+            raise ConfigError(f"{cls.__name__}.{name}", error.value, error.rule) from None
 
     def _require(self, ok: bool, field: str, rule: str) -> None:
         if not ok:
@@ -57,7 +64,7 @@ class RouterOptions(Config):
             T*k/E tokens; not causal, so not for generating text).
         bias: Add a bias to the logits.
         jitter_eps: Multiply the router input by uniform(1-eps, 1+eps) in training.
-        normalize_expert_weights: p of the norm that the k weights are divided by.
+        normalize_expert_weights: p of the norm that the k weights are divided by; inf: the largest weight.
         gating_function: ``softmax`` over all experts, ``topk_softmax`` over the selected, or ``sigmoid``.
         bias_gamma: Step of the aux-loss-free score bias (sign update after each optimizer step).
         score_correction_bias: A score bias that is used for selection but not updated.
@@ -78,7 +85,7 @@ class RouterOptions(Config):
     routing: Literal["token_choice", "expert_choice"] = "token_choice"
     bias: bool = False
     jitter_eps: float | None = None
-    normalize_expert_weights: float | None = None
+    normalize_expert_weights: float | None = Field(default=None, allow_inf_nan=True)
     gating_function: Literal["softmax", "topk_softmax", "sigmoid"] = "softmax"
     bias_gamma: float | None = None
     score_correction_bias: bool = False
@@ -105,6 +112,8 @@ class RouterOptions(Config):
         need(self.bias_gamma is None or self.bias_gamma > 0, "bias_gamma", "must be positive")
         need(self.sigmoid_stability_epsilon >= 0, "sigmoid_stability_epsilon", "must not be negative")
         need(self.temperature > 0, "temperature", "must be positive")
+        scale = self.expert_weight_scale
+        need(scale is None or scale > 0, "expert_weight_scale", "must be positive")
         k = self.original_top_k
         need(k is None or k >= 1, "original_top_k", "must be at least 1")
         bits = self.score_quantization

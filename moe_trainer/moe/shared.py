@@ -66,7 +66,10 @@ class SharedExperts(nn.Module):
 
 
 class LatentProjections(nn.Module):
-    """Projections around the routed experts: D -> L before the dispatch, L -> D after the combination."""
+    """Projections around the routed experts: D -> L before the dispatch, L -> D after the combination.
+
+    Both work in the dtype of their weights; the layer casts the result to that of its input.
+    """
 
     def __init__(
         self,
@@ -95,10 +98,11 @@ class LatentProjections(nn.Module):
 
     def prepare_routed_input(self, x_TD: Tensor) -> Tensor:
         """What the routed experts see, (T, L)."""
-        x_TL: Tensor = self.down(x_TD)
+        x_TL: Tensor = self.down(x_TD.to(self.down.weight.dtype))
         return x_TL
 
     def restore_routed_output(self, y_TL: Tensor) -> Tensor:
         """What the layer adds to the shared experts' output, (T, D)."""
+        y_TL = y_TL.to(self.up.weight.dtype)
         y_TD: Tensor = self.up(y_TL if self.norm is None else self.norm(y_TL))
         return y_TD
