@@ -36,13 +36,18 @@ def run(config: Path, overrides: tuple[str, ...], save_folder: Path, overwrite: 
 @click.argument("run_folder", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1)
 @click.option("--checkpoint", type=int, metavar="STEP", help="Continue from this one; the last by default.")
-def resume(run_folder: Path, overrides: tuple[str, ...], checkpoint: int | None) -> None:
+@click.option(
+    "--reset-routers",
+    is_flag=True,
+    help="Draw new router weights; their score biases and the optimizer's moments of them start at zero.",
+)
+def resume(run_folder: Path, overrides: tuple[str, ...], checkpoint: int | None, reset_routers: bool) -> None:
     """Continue the run in RUN_FOLDER from its last checkpoint whose routing did not fail."""
     from moe_trainer.moe.memory import keep_freed_memory
     from moe_trainer.runs import resume as resume_training
 
     keep_freed_memory()
-    resume_training(run_folder, overrides, step=checkpoint)
+    resume_training(run_folder, overrides, step=checkpoint, reset_routers=reset_routers)
 
 
 @cli.command()

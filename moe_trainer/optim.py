@@ -11,6 +11,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from moe_trainer.config import OptimConfig
 
+# Endings of the names of biases; those of the experts are matrices, a row for each.
+BIASES = ("bias", ".b_up_gate", ".b_down")
+
 
 def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
     """Groups `router`, `experts` and `dense`, each split into matrices and the rest (no weight decay).
@@ -26,7 +29,7 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
     members: dict[str, list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         part = part_of(name)
-        group = part if parameter.ndim >= 2 and not name.endswith("bias") else f"{part}.no_decay"
+        group = part if parameter.ndim >= 2 and not name.endswith(BIASES) else f"{part}.no_decay"
         members.setdefault(group, []).append(parameter)
     return [
         {

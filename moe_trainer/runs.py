@@ -31,12 +31,19 @@ def run(config: TrainConfig, folder: Path, *, overwrite: bool = False) -> Path:
     return Trainer(config, folder, stream).fit()
 
 
-def resume(folder: Path, overrides: tuple[str, ...] = (), *, step: int | None = None) -> Path:
+def resume(
+    folder: Path,
+    overrides: tuple[str, ...] = (),
+    *,
+    step: int | None = None,
+    reset_routers: bool = False,
+) -> Path:
     """Continue a run from a checkpoint, as if it had never stopped; returns the last checkpoint.
 
     Args:
         overrides: Changed settings, as in "train.steps=500".
         step: Of the checkpoint; None takes the last one (whose routing did not fail, where a gate judges).
+        reset_routers: Start the routers anew, for a run whose routing has collapsed.
 
     Raises:
         UsageError: nothing to resume, or the run is complete.
@@ -47,7 +54,7 @@ def resume(folder: Path, overrides: tuple[str, ...] = (), *, step: int | None = 
     stream = build_stream(config)
     from moe_trainer.train import Trainer
 
-    return Trainer(config, folder, stream, resume_from=checkpoint).fit()
+    return Trainer(config, folder, stream, checkpoint, reset_routers=reset_routers).fit()
 
 
 def make_run_folder(folder: Path, overwrite: bool) -> None:

@@ -44,6 +44,7 @@ class Trainer:
         folder: The run folder.
         stream: The tokens to train on.
         resume_from: Checkpoint to continue from; None starts at step 0.
+        reset_routers: Draw the routers' weights anew after loading the checkpoint.
     """
 
     def __init__(
@@ -52,6 +53,8 @@ class Trainer:
         folder: Path,
         stream: TokenStream,
         resume_from: Path | None = None,
+        *,
+        reset_routers: bool = False,
     ) -> None:
         self.config, self.folder, self.stream = config, folder, stream
         self.device = pick_device(config.train.device)
@@ -60,6 +63,8 @@ class Trainer:
         self.moe_layers = [module for module in self.model.modules() if isinstance(module, MoE)]
         self.optimizer = build_optimizer(self.model, config.optim)
         restored = self._restore(resume_from) if resume_from else {}
+        if reset_routers:
+            self._reset_routers()
         self.step = int(restored.get("step", 0))
         self.scheduler = build_scheduler(self.optimizer, config.optim, config.train.steps, done=self.step)
         if self.step >= config.train.steps:
@@ -196,6 +201,13 @@ class Trainer:
         if state["cuda_rng"] is not None and self.device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda_rng"])
         return state
+
+    def _reset_routers(self) -> None:
+        """New weights, score biases at zero, and no moments of the old weights in the optimizer."""
+        for layer in self.moe_layers:
+            layer.router.reset_parameters()
+            for parameter in layer.router.parameters():
+                self.optimizer.state.pop(parameter, None)
 
     def _attach_gate(self, state: dict[str, Any] | None) -> TrainingGate | None:
         settings = self.config.gate

@@ -38,7 +38,7 @@ def test_every_parameter_is_in_one_group_with_its_own_rate_and_decay() -> None:
             name = names[id(parameter)]
             assert (".router." in name) == group["name"].startswith("router")
             assert (".experts." in name) == group["name"].startswith("experts")
-            no_decay = "norm" in name or "bias" in name
+            no_decay = "norm" in name or "bias" in name or ".b_" in name
             assert (group["weight_decay"] == 0.0) == no_decay, name
 
 
