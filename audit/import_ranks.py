@@ -1,5 +1,8 @@
 """Joins the files of ranks (`Recorder.attach(..., mode="per_rank")`) into one store.
 
+Ranks that make different numbers of micro-batches end their records in different steps. A joined record then
+reaches to the next step in which those of all ranks end.
+
 Shapes: S sources, E experts of a layer, K ranks.
 """
 
@@ -18,8 +21,7 @@ from moe_audit.run import RecordInfo, Run, open_run
 from moe_audit.store import UNLABELLED
 from moe_audit.thresholds.errors import NoDataError, UsageError
 
-Key = tuple[int, int, str]  # last step, first step, phase: in this order records are written
-RankRecords = list[tuple[Run, dict[Key, RecordInfo]]]
+Group = list[tuple[Run, RecordInfo]]  # what makes one joined record: of each rank those of the same steps
 
 
 def import_ranks(files: Sequence[Path], output: Path) -> ImportReport:
@@ -33,20 +35,18 @@ def import_ranks(files: Sequence[Path], output: Path) -> ImportReport:
         runs = [stack.enter_context(open_run(file)) for file in files]
         _check_ranks(runs)
         layers, sources = _merged_layers(runs), _merged_sources(runs)
-        of_phase: dict[str, RankRecords] = {}
+        groups: list[Group] = []
         for phase in {phase for run in runs for phase in run.phases}:
             opened = [stack.enter_context(open_run(file, phase)) for file in files]
-            of_phase[phase] = [
-                (run, {(r.last_step, r.first_step, r.phase): r for r in run.records}) for run in opened
-            ]
-        keys = sorted({key for ranks in of_phase.values() for _, records in ranks for key in records})
-        if not keys:
+            groups += _groups([(run, record) for run in opened for record in run.records])
+        groups.sort(key=lambda group: (*_steps(group)[::-1], group[0][1].phase))  # as they are written
+        if not groups:
             raise NoDataError(f"{files[0]} and the files of the other ranks hold no record", "record a flush")
-        joined = (_joined(key, of_phase[key[2]], layers, sources) for key in keys)
+        joined = (_joined(group, layers, sources) for group in groups)
         meta = {k: v for k, v in runs[0].meta.items() if k not in ("rank", "created", "journal_mode")}
-        attempt = (min(first for _, first, _ in keys), joined)
+        attempt = (min(_steps(group)[0] for group in groups), joined)
         count = write_store(output, layers, sources, [attempt], meta | {"mode": "ranks"}, counts_only=False)
-        partial = sum(not all(key in records for _, records in of_phase[key[2]]) for key in keys)
+        partial = sum(_ranks(group) < len(runs) for group in groups)
         notes = [f"{partial} of {count} records are not in the file of every rank"] if partial else []
         return ImportReport(output, count, len(layers), tuple(sources), tuple(notes))
 
@@ -89,36 +89,59 @@ def _merged_sources(runs: Sequence[Run]) -> list[str]:
     return [n for n in names if n != UNLABELLED] + [n for n in names if n == UNLABELLED]
 
 
-def _joined(key: Key, ranks: RankRecords, layers: Sequence[LayerInfo], sources: Sequence[str]) -> Record:
-    """The record of this key, summed over the ranks that have it; with the events that belong to it."""
-    found = [(run, records[key]) for run, records in ranks if key in records]
-    infos = [info for _, info in found]
-    losses = [info.loss for info in infos if info.loss is not None]
+def _groups(found: Group) -> list[Group]:
+    """The records of all ranks, those together whose steps overlap."""
+    groups: list[Group] = []
+    for run, record in sorted(found, key=lambda one: one[1].first_step):
+        if groups and record.first_step <= _steps(groups[-1])[1]:
+            groups[-1].append((run, record))
+        else:
+            groups.append([(run, record)])
+    return groups
+
+
+def _steps(group: Group) -> tuple[int, int]:
+    """First and last step."""
+    return min(r.first_step for _, r in group), max(r.last_step for _, r in group)
+
+
+def _ranks(group: Group) -> int:
+    """The ranks that have all of these steps."""
+    covered: dict[Path, int] = {}
+    for run, record in group:
+        covered[run.path] = covered.get(run.path, 0) + record.last_step - record.first_step + 1
+    return sum(steps == max(covered.values()) for steps in covered.values())
+
+
+def _joined(group: Group, layers: Sequence[LayerInfo], sources: Sequence[str]) -> Record:
+    """One record, summed over the ranks; with the events that belong to it."""
+    infos = [info for _, info in group]
+    losses = [(info.loss, info.last_step - info.first_step + 1) for info in infos if info.loss is not None]
     parts: dict[int, LayerRecord] = {}
     for layer in layers:
         rows = [
             _with_sources(part, run.sources, sources)
-            for run, info in found
+            for run, info in group
             if layer in run.layers and (part := run.layer_record(info.record, layer.layer)) is not None
         ]
         if rows:
             parts[layer.layer] = _sum_layers(rows)
-    last_step, first_step, phase = key
+    first_step, last_step = _steps(group)
     return Record(
-        phase,
+        infos[0].phase,
         first_step,
         last_step,
         parts,
         microbatches=_total([info.microbatches for info in infos]),
         tokens=_total([info.tokens for info in infos]),
         excluded_tokens=_total([info.excluded_tokens for info in infos]),
-        ranks=_total([info.ranks for info in infos]),
+        ranks=_ranks(group),
         lr=infos[0].lr,
         router_lr=infos[0].router_lr,
-        loss=sum(losses) / len(losses) if losses else None,
+        loss=sum(x * steps for x, steps in losses) / sum(steps for _, steps in losses) if losses else None,
         events=[
             (last_step, event.kind, event.detail | {"rank": run.meta["rank"]})
-            for run, info in found
+            for run, info in group
             for event in run.events
             if event.detail.get("record") == info.record
         ],

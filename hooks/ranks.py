@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from moe_audit.hooks.adapters.base import NoRouterError
+from moe_audit.record import MAX_COUNT
 from moe_audit.store import LayerInfo
 from moe_audit.thresholds.errors import UsageError
 
@@ -111,6 +112,23 @@ class Ranks:
             error = shared[0]
         if error is not None:
             raise error
+
+    def steps_per_record(self, microbatches: int, picks: int, flush_every: int) -> int:
+        """After how many steps the ranks cut a record, the same on all of them; asked once.
+
+        Ranks may differ in the micro-batches that they make, and a pipeline stage of dense blocks makes none
+        that is seen: the one that made most in the first step tells.
+
+        Args:
+            microbatches: What this rank made in the first step.
+            picks: The most picks that one expert of this rank can have had in it.
+            flush_every: Micro-batches per record.
+        """
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, (microbatches, picks), group=self.group)
+        microbatches, picks = (max(1, *numbers) for numbers in zip(*gathered, strict=True))
+        # The sum over the ranks must fit too, also where later steps are twice as large.
+        return max(1, min(-(-flush_every // microbatches), MAX_COUNT // (2 * picks * self.size)))
 
     def device(self, counted_on: torch.device) -> torch.device:
         """Where the collectives take place."""

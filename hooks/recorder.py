@@ -23,11 +23,9 @@ from moe_audit.hooks.flush import Cut, Layout, pack, reduce
 from moe_audit.hooks.ranks import Ranks
 from moe_audit.hooks.steps import LearningRate, StepClock
 from moe_audit.hooks.writer import Writer
-from moe_audit.record import ATTACHED, CLOSED
+from moe_audit.record import ATTACHED, CLOSED, MAX_COUNT
 from moe_audit.store import UNLABELLED, LayerInfo, check_sources
 from moe_audit.thresholds.errors import AuditError, UsageError
-
-MAX_COUNT = 2**32 - 1  # counts are stored as u4
 
 
 class Recorder:
@@ -69,6 +67,7 @@ class Recorder:
         self._at_close: list[Callable[[], None]] = []
         self._warned: set[str] = set()
         self._closed = False
+        self._steps_per_record = self._steps_in_record = 0  # of ranks that reduce
         if ranks.is_member:
             self._counting.attach(model, found)
 
@@ -94,7 +93,8 @@ class Recorder:
             model: What is trained; wrappers (DDP, FSDP, checkpoint) may be on it already or come later.
             path: The store to write, `….db`.
             sources: Names of the sources; None: one source, `unlabelled`.
-            flush_every: Micro-batches per record; a record ends at the first step end with that many.
+            flush_every: Micro-batches per record; a record ends at the first step end with that many. Ranks
+                that reduce all end theirs in the same step: that of the busiest one, by its first step.
             resume: Continue the store at `path` with a new attempt.
             group: Ranks that route different tokens; None: all. Ranks outside record nothing.
             mode: "reduce" sums over the group, its rank 0 writes; "per_rank" writes one file a rank.
@@ -110,6 +110,8 @@ class Recorder:
             raise UsageError(f"flush_every={flush_every!r}", "it is a number of micro-batches, 1 or more")
         if silent_layers not in ("raise", "mark"):
             raise UsageError(f"silent_layers={silent_layers!r}", 'it is "raise" or "mark"')
+        if isinstance(sources, str):
+            raise UsageError(f"sources={sources!r} is one name", "pass a list of names")
         names = [UNLABELLED] if sources is None else list(sources)
         check_sources(names)
         ranks = Ranks.of(group, mode)
@@ -213,9 +215,20 @@ class Recorder:
         if first and self._writer is not None:
             self._writer.begin(step)
         self._check_fired(first)
-        train = self._counting.accumulators.get("train")
-        if train is not None and (train.microbatches >= self.flush_every or self._nearly_full(train)):
+        if self._is_full(first):
             self._cut()
+
+    def _is_full(self, first: bool) -> bool:
+        """Whether a record ends with this step; ranks that reduce must agree, whatever each of them saw."""
+        train = self._counting.accumulators.get("train")
+        microbatches = 0 if train is None else train.microbatches
+        if not self._ranks.reduces:
+            return train is not None and (microbatches >= self.flush_every or self._nearly_full(train))
+        if first:
+            picks = 0 if train is None else train.most_picks
+            self._steps_per_record = self._ranks.steps_per_record(microbatches, picks, self.flush_every)
+        self._steps_in_record += 1
+        return self._steps_in_record >= self._steps_per_record
 
     def flush(self, timeout: float | None = 30.0) -> bool:
         """Cuts a record of what is there and waits until it is in the store. False: it waits for the disk."""
@@ -289,8 +302,7 @@ class Recorder:
     def _nearly_full(self, train: Accumulator) -> bool:
         """Whether another such step could take a count past what the store holds."""
         steps = max(1, self._clock.steps_since_cut())
-        picks = train.most_picks * self._ranks.expected
-        return picks + 2 * picks // steps > MAX_COUNT
+        return train.most_picks + 2 * train.most_picks // steps > MAX_COUNT
 
     def _check_fired(self, first: bool) -> None:
         """Raises where a layer was silent. When none was heard (replayed CUDA graphs) the record tells."""
@@ -304,6 +316,7 @@ class Recorder:
 
     def _cut(self, raising: bool = True) -> None:
         """Packs and reduces the accumulators, begins a new record, and starts the copy to the host."""
+        self._steps_in_record = 0
         self._counting.drop_unfinished()
         span = self._clock.cut()
         spans = {"train": span.train, "eval": span.eval}
