@@ -20,15 +20,21 @@ def inert(*args: Any, **kwargs: Any) -> None:
     """What a hook turns into when its model is copied or pickled: the copy is not recorded."""
 
 
-class _Hook:
+class Hook:
+    """A copy of the model, deep or pickled, does without it."""
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return inert
 
-    def __reduce__(self) -> str:
-        return "inert"
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        return _inert, ()
 
 
-class RouterHook(_Hook):
+def _inert() -> Any:
+    return inert
+
+
+class RouterHook(Hook):
     """Forward hook, or with the adapter's hook "pre" forward-pre-hook, of one router.
 
     It does the same in the recompute of a checkpoint as in the forward (selective checkpointing matches
@@ -69,7 +75,7 @@ class RouterHook(_Hook):
                 self.receiver.observe(seen, module.training)
 
 
-class RootHook(_Hook):
+class RootHook(Hook):
     """Marks begin and end of a forward of the attached model."""
 
     def __init__(self, anchor: Tensor, receiver: ops.Receiver, begin: bool) -> None:
