@@ -6,12 +6,24 @@ the model sees it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from moe_audit.hooks.attach import Hook
 from moe_audit.hooks.recorder import Recorder
+
+
+class _Hook(Hook):
+    """Compiled code calls it as it is: what it does is not for tracing."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = torch.compiler.disable(call)
+
+    def __call__(self, *args: Any) -> Any:
+        return self._call(*args)
 
 
 class ForwardMicrobatches:
@@ -44,11 +56,9 @@ class ForwardMicrobatches:
         self.enabled = True
         self.loss: Tensor | None = None
         self._open: Any = None
-        # Compiled code calls them as they are: what they do is not for tracing.
-        before, after = map(torch.compiler.disable, (self._before, self._after))
         self._handles = [
-            model.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
-            model.register_forward_hook(after, always_call=True),
+            model.register_forward_pre_hook(_Hook(self._before), prepend=True, with_kwargs=True),
+            model.register_forward_hook(_Hook(self._after), always_call=True),
         ]
 
     def remove(self) -> None:
