@@ -37,6 +37,22 @@ Backend = Literal["auto", "torch", "grouped_gemm", "loop"]
 # Columns of the first matmul per hidden unit: value and gate, or the value alone.
 UP_FACTOR: dict[str, int] = {"swiglu": 2, "gpt_oss_swiglu": 2, "relu2": 1}
 
+# Bytes of which torch's grouped matmul takes rows in multiples only, and of one value.
+_ROW_BYTES = 16
+_ITEM_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+# Router settings that mean nothing where every expert is used with its plain score.
+_OF_SELECTION = (
+    "bias_gamma",
+    "score_correction_bias",
+    "n_group",
+    "restore_weight_scale",
+    "expert_weight_scale",
+    "original_top_k",
+    "uniform_expert_assignment",
+    "tie_break",
+)
+
 
 class LatentConfig(Config):
     """Routed experts that work in a narrower space: d_model -> latent_dim before, back after.
@@ -93,19 +109,23 @@ class SharedExpertsConfig(Config):
         self._require(self.hidden_size >= 1, "hidden_size", "must be at least 1")
         _check_activation(self)
         if self.router is not None:
-            self.router._require(
+            need = self.router._require
+            need(
                 self.router.gating_function != "topk_softmax",
                 "gating_function",
                 "a router of shared experts gives dense scores; topk_softmax has none",
             )
-            self.router._require(
-                self.router.routing == "token_choice", "routing", "shared experts see every token"
-            )
-            self.router._require(
-                self.router.bias_gamma is None and not self.router.score_correction_bias,
-                "bias_gamma",
-                "a router of shared experts selects nothing that a score bias could change",
-            )
+            need(self.router.routing == "token_choice", "routing", "shared experts see every token")
+            for field in _OF_SELECTION:
+                value, default = getattr(self.router, field), RouterOptions.model_fields[field].default
+                need(value == default, field, "a router of shared experts selects and scales nothing")
+            check_selection(self.router, self.num_experts)
+            if isinstance(self.router, RouterConfig):
+                need(
+                    self.router.num_experts == self.num_experts,
+                    "num_experts",
+                    f"there are {self.num_experts} shared experts",
+                )
             self._require(self.num_experts > 1, "router", "one shared expert is added without a router")
         return self
 
@@ -152,7 +172,7 @@ class MoEConfig(Config):
         router: Options, or a mapping of them.
         shared_mlp: Shared experts beside the routed ones.
         latent: Projections around the routed experts.
-        lb_loss_weight, lb_loss_granularity: Balancing loss; None switches it off.
+        lb_loss_weight, lb_loss_granularity: Balancing loss; None switches it off (expert_choice has none).
         lb_loss_kind: ``probs`` (counts times mean probabilities) or ``dispatch`` (acts on the weights of
             the tokens that really went to an expert; see `moe_trainer.moe.losses`).
         z_loss_weight, orth_loss_weight: Further router losses; None switches them off.
@@ -233,9 +253,20 @@ class MoEConfig(Config):
         self.router_config(d_model)
         if self.latent is not None:
             self.latent.check(d_model)
+        if self.backend == "torch":
+            self._check_rows(self.expert_width(d_model), self.hidden_size)
+            if self.shared_mlp is not None:
+                self._check_rows(d_model, self.shared_mlp.hidden_size)
         if ep_degree < 1 or self.num_experts % ep_degree:
             raise ConfigError(
                 "MoEConfig.num_experts", self.num_experts, f"must be divisible by the EP degree {ep_degree}"
+            )
+
+    def _check_rows(self, *widths: int) -> None:
+        unit = _ROW_BYTES // _ITEM_BYTES[self.dtype]
+        for width in widths:
+            self._require(
+                width % unit == 0, "backend", f"needs widths that are multiples of {unit}, one is {width}"
             )
 
     def router_config(self, d_model: int) -> RouterConfig:

@@ -37,10 +37,10 @@ class FrozenExperts:
         for layer in layers:
             count = layer.config.num_experts
             for index in experts:
-                if not 0 <= index < count:
+                if type(index) is not int or not 0 <= index < count:
                     raise ConfigError("frozen experts", index, f"must be in 0..{count - 1}")
             for parameter in layer.experts.parameters():
-                frozen = torch.tensor(list(experts), device=parameter.device)
+                frozen = torch.tensor(list(experts), dtype=torch.int64, device=parameter.device)
                 self.rows.append((parameter, frozen))
         self._values: list[Tensor] = []
         self._hooks = [

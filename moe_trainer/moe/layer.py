@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from moe_trainer.moe import losses
 from moe_trainer.moe.balance import LoadCounter, LoadStats, MoELosses, PendingBalance, update_score_bias
-from moe_trainer.moe.config import MoEConfig
+from moe_trainer.moe.config import ConfigError, MoEConfig
 from moe_trainer.moe.dispatch import Dispatcher
 from moe_trainer.moe.experts import Experts
 from moe_trainer.moe.router import Router, RouterOutput
@@ -53,6 +53,8 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         config.check(d_model)
+        if num_layers < 1:
+            raise ConfigError("num_layers", num_layers, "must be at least 1")
         self.config = config
         self.d_model = d_model
         self.loss_scale = 1 / num_layers if config.scale_loss_by_num_layers else 1.0

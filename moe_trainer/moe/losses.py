@@ -17,7 +17,9 @@ from moe_trainer.moe.router import expert_counts
 def normalized_scores(scores_TE: Tensor, gating_function: str) -> Tensor:
     """Scores that sum to one over the experts; softmax scores do so already."""
     if gating_function == "sigmoid":
-        return scores_TE / scores_TE.sum(-1, keepdim=True)
+        # Without a stability epsilon all scores of a token can be zero.
+        tiny = torch.finfo(scores_TE.dtype).tiny
+        return scores_TE / scores_TE.sum(-1, keepdim=True).clamp_min(tiny)
     return scores_TE
 
 

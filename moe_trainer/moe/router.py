@@ -96,12 +96,13 @@ class ScoringRouter(nn.Module):
         if p is None:
             return weights
         # A token that no expert chose (expert_choice) has no weights to normalise.
-        tiny = torch.finfo(weights.dtype).tiny
+        least = tiny = torch.finfo(weights.dtype).tiny
         if p != 1:
-            # The powers of small weights would underflow.
+            # The powers of small weights would underflow; with a largest weight of 1 the norm is at least 1.
             weights = weights / weights.detach().amax(-1, keepdim=True).clamp_min(tiny)
+            least = 0.5
         norm: Tensor = torch.linalg.vector_norm(weights, p, dim=-1, keepdim=True)
-        return weights / norm.clamp_min(tiny)
+        return weights / norm.clamp_min(least)
 
 
 class DenseRouter(ScoringRouter):

@@ -145,6 +145,7 @@ class RouterOptions(Config):
             need(not grouped, "n_group", "expert_choice has no groups: every expert picks its own tokens")
             need(self.bias_gamma is None, "bias_gamma", "expert_choice is balanced by construction")
             need(not self.score_correction_bias, "score_correction_bias", "expert_choice has no score bias")
+            need(not self.tie_break, "tie_break", "expert_choice compares tokens, not experts")
             need(
                 not (self.uniform_expert_assignment or self.random_expert_assignment),
                 "routing",

@@ -115,6 +115,19 @@ INVALID: list[tuple[str, object, Callable[[], object]]] = [
     ("jitter_eps", 1.5, lambda: router(jitter_eps=1.5)),
     ("topk", 2, lambda: router(topk=2)),
     ("bias_gamma", 1e-3, lambda: router(routing="expert_choice", bias_gamma=1e-3)),
+    ("tie_break", True, lambda: router(routing="expert_choice", tie_break=True)),
+    ("expert_weight_scale", 0.0, lambda: router(expert_weight_scale=0.0)),
+    ("activation_alpha", -1.0, lambda: moe(activation="gpt_oss_swiglu", activation_alpha=-1.0)),
+    ("router", 5, lambda: moe(router=5)),
+    ("bias_gamma", 1e-3, lambda: Shared(num_experts=2, router={"bias_gamma": 1e-3})),
+    ("n_group", 2, lambda: Shared(num_experts=4, router={"n_group": 2, "topk_group": 1})),
+    ("expert_weight_scale", 2.0, lambda: Shared(num_experts=2, router={"expert_weight_scale": 2.0})),
+    ("top_k", 3, lambda: Shared(num_experts=2, router={"top_k": 3})),
+    ("num_experts", 8, lambda: Shared(num_experts=2, router=router())),
+    ("backend", "torch", lambda: moe(hidden_size=6, backend="torch").check(8)),
+    ("backend", "torch", lambda: moe(hidden_size=8, backend="torch", dtype="bfloat16").check(4)),
+    ("backend", "torch", lambda: moe(backend="torch", shared_mlp={"hidden_size": 6}).check(8)),
+    ("num_layers", 0, lambda: MoE(moe(), 8, num_layers=0)),
 ]
 
 

@@ -217,8 +217,9 @@ def test_frozen_experts_stay_bit_equal_under_momentum_and_decay() -> None:
     frozen.release()
     optimizer.step()
     assert (layer.experts.w_down[1] != before["w_down"][1]).any()
-    with pytest.raises(ConfigError, match="frozen experts = 8"):
-        FrozenExperts([layer], [8], optimizer)
+    for index in (8, -1, 1.0, True):
+        with pytest.raises(ConfigError, match=f"frozen experts = {index}"):
+            FrozenExperts([layer], [index], optimizer)  # type: ignore[list-item]
 
 
 @pytest.mark.distributed

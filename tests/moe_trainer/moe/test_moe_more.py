@@ -314,6 +314,17 @@ def test_compiled_layer_takes_any_length_layout_and_recompute(backend: str) -> N
     assert int(plain.load.counts_E.sum()) == 2 * (60 + 40 + 52)
 
 
+def test_scores_of_zero_give_no_nan() -> None:
+    """Sigmoid without its epsilon underflows for every expert."""
+    router = {"top_k": 2, "gating_function": "sigmoid", "sigmoid_stability_epsilon": 0.0}
+    layer = build(router=router)
+    torch.nn.init.constant_(layer.router.weight, -1e4)
+    leaf = torch.rand(2, 8, D).requires_grad_()
+    y, losses = layer(leaf)
+    (y.sum() + losses.total).backward()
+    assert losses.total.isfinite() and leaf.grad is not None and leaf.grad.isfinite().all()
+
+
 def test_a_norm_of_any_power_divides_weights_of_any_size() -> None:
     """Sigmoid scores of 1e-26, the largest of which has the norm's weight 1 for p = inf."""
     for p in (0.5, 2.0, 40.0, math.inf):
