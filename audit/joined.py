@@ -19,6 +19,7 @@ import numpy.typing as npt
 from moe_audit.run import Run
 
 Ints = npt.NDArray[np.int64]
+CHUNK_BYTES = 2_000_000  # more would not stay in the processor's cache, nor in the process between two chunks
 THREADSAFE = 3  # of `sqlite3.threadsafety`: a connection may be used by another thread
 
 
@@ -40,16 +41,16 @@ class Rows:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows of the file: `count` of them, with a rowid above `after` and up to `last`."""
+    """Rows of the file: `count` of those with a rowid from `first` to `last`."""
 
-    after: int
+    first: int
     last: int
     count: int
     rows: Rows | None  # None: they have no common form
 
 
 def chunks(
-    run: Run, table: str, arrays: Sequence[str], scalar: str, where: str, size: int
+    run: Run, table: str, arrays: Sequence[str], scalar: str, where: str, multiple: int
 ) -> Iterator[Chunk]:
     """The rows of a table in the order of the file.
 
@@ -59,21 +60,24 @@ def chunks(
         arrays: Its columns of BLOBs.
         scalar: Its integer column beside the keys.
         where: An SQL condition.
-        size: Rows of a chunk.
+        multiple: Of rowids: a chunk spans so many times n of them. The first is a small one, the others hold
+            about CHUNK_BYTES where rowids have no gaps, as writers leave none.
     """
-    columns = ["max(r)", "count(*)", "group_concat(record)", "group_concat(layer)"]
+    columns = ["count(*)", "group_concat(record)", "group_concat(layer)"]
     columns += [f"count({scalar})", f"group_concat({scalar})"]
     for name in arrays:
         columns += [f"count({name})", f"CAST(group_concat({name}, '') AS BLOB)"]
-    sql = (
-        f"SELECT {', '.join(columns)} FROM (SELECT rowid AS r, * FROM {table} NOT INDEXED"
-        f" WHERE rowid > ? AND {where} ORDER BY rowid LIMIT {size})"
-    )
-    after = -(2**63)
-    while (found := next(run.query(sql, after)))[1]:
-        last, count, *values = found
-        yield Chunk(after, last, count, _rows(count, values, arrays))
-        after = last
+    # A range, not LIMIT: rows that pass through a subquery are copied once more.
+    joined = f"SELECT {', '.join(columns)} FROM {table} NOT INDEXED WHERE rowid BETWEEN ? AND ? AND {where}"
+    following = f"SELECT min(rowid) FROM {table} WHERE rowid > ?"
+    last, size = -(2**63), multiple
+    while (first := next(run.query(following, last))[0]) is not None:
+        last = min(first + size - 1, 2**63 - 1)
+        count, *values = next(run.query(joined, first, last))
+        if count:
+            yield Chunk(first, last, count, _rows(count, values, arrays))
+            row_bytes = sum(len(v) for v in values if isinstance(v, bytes)) // count
+            size = max(1, CHUNK_BYTES // (multiple * max(row_bytes, 1))) * multiple
 
 
 def _rows(n: int, values: Sequence[object], arrays: Sequence[str]) -> Rows | None:

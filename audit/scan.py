@@ -27,8 +27,8 @@ from moe_audit.run import Run
 Array = npt.NDArray[Any]
 Ints = npt.NDArray[np.int64]
 
-CHUNK_ROWS = 1024
-AHEAD_ROWS = 10 * CHUNK_ROWS  # a thread is worth its start from so many rows on
+APART_ROWS = 512  # fetched at once where rows are fetched one by one
+AHEAD_ROWS = 10_000  # a thread is worth its start from so many rows on
 _TABLES: dict[str, tuple[Mapping[str, str], str]] = {
     "load": (LOAD_DTYPES, "invalid"),
     "layer_stat": (STAT_DTYPES, "calls"),
@@ -82,8 +82,7 @@ class _Scanner:
         """All rows in file order, those of other records left out."""
         run, L = self.run, len(self.order)
         among = f"layer IN ({', '.join(map(str, self.order))})" if len(run.layers) > L else "true"
-        size = max(1, CHUNK_ROWS // L) * L
-        reading = chunks(run, self.table, [*self.dtypes, "crc"], self.scalar, among, size)
+        reading = chunks(run, self.table, [*self.dtypes, "crc"], self.scalar, among, len(run.layers))
         expected, met = run.num_rows(self.table, self.order.tolist()), 0
         if expected > AHEAD_ROWS and can_read_ahead():
             reading = ahead(reading)
@@ -91,7 +90,7 @@ class _Scanner:
             met += chunk.count
             slab = self._together(chunk.rows) if chunk.rows else None
             if slab is None:
-                yield from self._apart(f"{among} AND rowid > ? AND rowid <= ?", chunk.after, chunk.last)
+                yield from self._apart(f"{among} AND rowid BETWEEN ? AND ?", chunk.first, chunk.last)
             elif len(slab.rows):
                 yield slab
         if met != expected:
@@ -123,7 +122,7 @@ class _Scanner:
         """Rows fetched one by one, in slabs of one layer and of the same columns."""
         columns = ", ".join([*self.dtypes, self.scalar, "crc"])
         cursor = self.run.query(f"SELECT record, layer, {columns} FROM {self.table} WHERE {where}", *values)
-        while chunk := list(islice(cursor, CHUNK_ROWS)):
+        while chunk := list(islice(cursor, APART_ROWS)):
             record_n, layer_n, *columns_n = zip(*chunk, strict=True)
             record_c, layer_c = np.array(record_n), np.array(layer_n)
             if record_c.dtype.kind != "i" or layer_c.dtype.kind != "i":

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moe_audit import open_run, scan
+from moe_audit import joined, open_run, scan
 from moe_audit.blocks import read_blocks
 from moe_audit.record import LayerInfo, LayerRecord, Record
 from moe_audit.run import Run
@@ -95,7 +95,8 @@ def assert_agrees(run: Run, rows: np.ndarray) -> None:
 @pytest.fixture(params=[False, True], ids=["in turn", "ahead"])
 def ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small chunks, and with `ahead` a thread that reads them, as it does for long runs."""
-    monkeypatch.setattr(scan, "CHUNK_ROWS", 24)
+    monkeypatch.setattr(joined, "CHUNK_BYTES", 2000)
+    monkeypatch.setattr(scan, "APART_ROWS", 20)
     monkeypatch.setattr(scan, "AHEAD_ROWS", 0 if request.param else 10**9)
 
 
