@@ -1,4 +1,4 @@
-"""What recording costs: `python benchmarks/recorder_overhead.py [--pairs N]`; prints Markdown tables.
+"""What recording costs: Markdown tables of `python benchmarks/recorder_overhead.py [--pairs N] [--only SIZE]`.
 
 Two sizes: the demo model (4 layers, width 128, 2,048 tokens a step), and one MoE layer that costs what a real
 one does (width 256, 8,192 tokens, top-8). One thread and CPU time throughout, so that a busy machine does not
@@ -211,12 +211,17 @@ def transformers_case(pairs: int) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--pairs", type=int, help="pairs of steps per row (demo 20, real 6)")
-    pairs = parser.parse_args().pairs
+    parser.add_argument("--only", choices=PAIRS, help="the rows of one size alone")
+    options = parser.parse_args()
+    pairs = options.pairs
     torch.set_num_threads(1)
     print("| model | experts | sources | step, ms | share | ratio (95 %) | by hand: share | ratio (95 %) |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for name, experts, sources in CASES:
-        print(case(name, experts, sources, pairs or PAIRS[name]), flush=True)
+        if options.only in (None, name):
+            print(case(name, experts, sources, pairs or PAIRS[name]), flush=True)
+    if options.only is not None:
+        return
     try:
         rows = transformers_case(pairs or PAIRS["demo"])
     except ImportError:

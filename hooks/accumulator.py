@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from moe_audit.hooks.adapters.base import Observation
 from moe_audit.hooks.counters import Bank
@@ -38,13 +39,18 @@ class Accumulator:
             self.banks.append(bank)
             self.place.update({i: (bank, j) for j, i in enumerate(indices)})
         # Of the record: micro-batches, those with a mask, picks of the busiest layer (known to the host), and
-        # tokens per row, each once per micro-batch.
+        # per row how often the first layer saw tokens again.
         self.microbatches = self.masked = self.most_picks = 0
-        self.seen_R = torch.zeros(num_rows, dtype=torch.int64, device=self.place[0][0].device)
+        self.repeated_R = torch.zeros(num_rows, dtype=torch.int64, device=self.place[0][0].device)
         self._calls = [0] * len(layers)
         self._picks = [0] * len(layers)
         self._usual_picks = 0
         self.dirty = False
+
+    def seen(self) -> Tensor:
+        """int64 [R]: the tokens of the record, each once per micro-batch."""
+        bank, j = self.place[0]
+        return bank.tokens(j) - self.repeated_R
 
     def observe(self, i: int, seen: Observation, labels: Labels) -> None:
         """Counts one forward of layer i into the open micro-batch."""
@@ -59,13 +65,13 @@ class Accumulator:
         bank, _ = self.place[i]
         if bank.device != device:
             bank.move(device)
-            self.seen_R = self.seen_R.to(self.place[0][0].device)
+            self.repeated_R = self.repeated_R.to(self.place[0][0].device)
 
     def fired(self, i: int) -> bool:
         """Whether layer i has counts. Waits for the device."""
         bank, j = self.place[i]
-        bank.count_waiting()
-        return bool(bank.total_ints[j].any() or bank.pending_ints[j].any())
+        bank.join()
+        return bool(bank.total_ints[j].any() or bank.open_tokens(j).any())
 
     def end_chunk(self, i: int) -> None:
         """Layer i begins the next chunk of a pipeline schedule: the one before was a micro-batch."""
@@ -75,12 +81,12 @@ class Accumulator:
     def commit(self, microbatches: int, masked: bool, only: int | None = None) -> None:
         """The open micro-batch (or what layer `only` has of it) joins the record."""
         if only in (None, 0):
-            bank, j = self.place[0]
-            bank.count_waiting()
             # A layer called several times per micro-batch saw its tokens several times.
             repeats = max(1, self._calls[0] // microbatches)
-            tokens_R = bank.tokens_LR[j, : self.num_rows]
-            self.seen_R.add_(tokens_R if repeats == 1 else tokens_R // repeats)
+            if repeats > 1:
+                bank, j = self.place[0]
+                tokens_R = bank.open_tokens(j)
+                self.repeated_R.add_(tokens_R - tokens_R // repeats)
             self.microbatches += microbatches
             self.masked += microbatches * masked
         if only is None:
@@ -110,7 +116,7 @@ class Accumulator:
         """Begins a new record."""
         for bank in self.banks:
             bank.reset()
-        self.seen_R.zero_()
+        self.repeated_R.zero_()
         self.microbatches = self.masked = self.most_picks = 0
 
 

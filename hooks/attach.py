@@ -54,11 +54,20 @@ class RouterHook(Hook):
                 f"{type(module).__name__} is a replica of the module that the recorder is attached to",
                 "nn.DataParallel is not supported: use DistributedDataParallel",
             )
+        if not ops.opaque():
+            # What torch.no_grad() does, in a sixth of its time.
+            enabled = torch.is_grad_enabled()
+            torch._C._set_grad_enabled(False)
+            try:
+                seen = self.adapter.observe(module, args, kwargs, output)
+                if seen is not None:
+                    self.receiver.observe(seen, module.training)
+            finally:
+                torch._C._set_grad_enabled(enabled)
+            return
         with torch.no_grad():
             seen = self.adapter.observe(module, args, kwargs, output)
-            if seen is None:
-                return
-            if ops.opaque():
+            if seen is not None:
                 torch.ops.moe_audit.observe(
                     self.anchor,
                     seen.indices_TK,
@@ -71,8 +80,6 @@ class RouterHook(Hook):
                     self.handle,
                     module.training,
                 )
-            else:
-                self.receiver.observe(seen, module.training)
 
 
 class RootHook(Hook):
@@ -85,11 +92,11 @@ class RootHook(Hook):
         self.handle = ops.new_handle(receiver)
 
     def __call__(self, *args: Any) -> None:
+        if not ops.opaque():
+            self.receiver.mark(self.begin)
+            return
         with torch.no_grad():
-            if ops.opaque():
-                torch.ops.moe_audit.mark(self.anchor, self.handle, self.begin)
-            else:
-                self.receiver.mark(self.begin)
+            torch.ops.moe_audit.mark(self.anchor, self.handle, self.begin)
 
 
 def check_model(model: nn.Module) -> None:

@@ -31,18 +31,18 @@ def row_ids(sources: Any, mask: Any, names: Sequence[str]) -> Tensor | None:
         UsageError: an unknown name, an id out of range (of host tensors: device ids are looked at with the
             record), or shapes that do not belong together; both are named.
     """
-    ids = _source_ids(sources, names)
+    rows = _source_rows(sources, names)
     keep = _keep(mask)
-    if ids is None and keep is None:
-        return None
     if keep is None:
-        return _unlabelled_row(ids, len(names))
-    if ids is None:
+        return rows
+    if rows is None:
         return torch.where(keep, len(names), len(names) + 1)
-    if ids.device != keep.device:  # the smaller move, and never to the host
-        ids, keep = (ids.to(keep.device), keep) if ids.device.type == "cpu" else (ids, keep.to(ids.device))
-    ids, keep = _same_shape(ids, keep)
-    return torch.where(keep, _unlabelled_row(ids, len(names)), len(names) + 1)
+    if rows.device != keep.device:  # the smaller move, and never to the host
+        rows, keep = (
+            (rows.to(keep.device), keep) if rows.device.type == "cpu" else (rows, keep.to(rows.device))
+        )
+    rows, keep = _same_shape(rows, keep)
+    return torch.where(keep, rows, len(names) + 1)
 
 
 def token_rows(rows: Tensor, num_tokens: int, layout: Literal["batch", "sequence"]) -> Tensor:
@@ -71,7 +71,9 @@ def token_rows(rows: Tensor, num_tokens: int, layout: Literal["batch", "sequence
     )
 
 
-def _source_ids(sources: Any, names: Sequence[str]) -> Tensor | None:
+def _source_rows(sources: Any, names: Sequence[str]) -> Tensor | None:
+    """Ids as rows, in memory of their own: -1 becomes the row behind the named sources, wrong ids on a device
+    stay out of range."""
     if sources is None:
         return None
     if isinstance(sources, str):
@@ -89,14 +91,18 @@ def _source_ids(sources: Any, names: Sequence[str]) -> Tensor | None:
         raise UsageError(f"source ids have shape {tuple(sources.shape)}", "pass (B,), (B, S) or (T,)")
     ids: Tensor = sources.detach().to(torch.int64)
     if ids.device.type == "cpu":  # on the host a look costs nothing; device ids are looked at with the record
-        low, high = int(ids.min()), int(ids.max())
+        low, high = (int(x) for x in torch.aminmax(ids))
         if low < UNLABELLED_ID or high >= len(names):
             wrong = low if low < UNLABELLED_ID else high
             raise UsageError(
                 f"source id {wrong} is outside -1 to {len(names) - 1}",
                 f"the recorder has {len(names)} sources; -1 means unlabelled",
             )
-    return ids
+        if low >= 0:
+            return ids.clone()
+    else:
+        ids = torch.where(ids >= len(names), len(names) + 2, ids)  # not into the row of excluded tokens
+    return torch.where(ids == UNLABELLED_ID, len(names), ids)
 
 
 def _id_of(name: Any, names: Sequence[str]) -> int:
@@ -122,13 +128,6 @@ def _keep(mask: Any) -> Tensor | None:
             "the mask is additive (it has negative values)", "pass True or 1 where a token counts"
         )
     return keep if keep.dtype == torch.bool else keep > 0
-
-
-def _unlabelled_row(ids: Tensor | None, num_names: int) -> Tensor:
-    """Ids as rows: -1 becomes the row behind the named sources, other wrong ids stay out of range."""
-    assert ids is not None
-    shifted = torch.where(ids >= num_names, num_names + 2, ids)  # not into the row of excluded tokens
-    return torch.where(ids == UNLABELLED_ID, num_names, shifted)
 
 
 def _same_shape(ids: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,6 +25,7 @@ SOFTMAX = ("softmax", "topk_softmax")
 # On the host up to so many layers of up to so many bytes each are counted together: there an operation costs
 # more than so few values.
 JOINT_LAYERS, JOINT_BYTES = 8, 2**18
+SLOTS_BYTES = 2**20  # of the counts of the micro-batches that are added up at a time
 
 
 def pick_cells(
@@ -135,15 +136,18 @@ class Bank:
         L, E, R = len(top_k), num_experts, num_rows
         self.num_experts, self.num_rows = E, R
         self.int_sizes = [R * (E + 2), R + TALLY, E + 2]
-        self.pending_ints, self.total_ints = (
-            torch.zeros(L, sum(self.int_sizes), dtype=torch.int64, device=device) for _ in range(2)
-        )
+        ints = sum(self.int_sizes)
+        # On the host a few micro-batches are added up at a time; a CUDA graph wants them at fixed addresses.
+        self.num_slots = max(1, min(16, SLOTS_BYTES // (8 * L * ints))) if device.type == "cpu" else 1
+        self.pending_ints = torch.zeros(self.num_slots * L, ints, dtype=torch.int64, device=device)
+        self.total_ints = torch.zeros(L, ints, dtype=torch.int64, device=device)
         # Every type is named: the default may be bfloat16, which stops counting at 256. Behind the R rows of
         # sums lie one of the logits and one of their squares.
-        self.pending_LQX = torch.zeros(L, R + 2, E + 2, dtype=torch.float32, device=device)
+        self.pending_LQX = torch.zeros(self.num_slots * L, R + 2, E + 2, dtype=torch.float32, device=device)
         # Totals of floats in double: a record adds up millions of small terms.
         self.total_LQX = torch.zeros(L, R + 2, E + 2, dtype=torch.float64, device=device)
-        # Largest load of a micro-batch, and sum of squares over tokens; of the open one where it has chunks.
+        # Largest load of a micro-batch per token (where k varies, per pick), and sum of squared loads over
+        # tokens; of the open one where it has chunks.
         self.pending_peak_LE, self.total_peak_LE, self.pending_square_LE, self.total_square_LE = (
             torch.zeros(L, E, dtype=torch.float64, device=device) for _ in range(4)
         )
@@ -152,15 +156,18 @@ class Bank:
         self.folded_tokens_L1 = torch.zeros(L, 1, dtype=torch.int64, device=device)
         self.has_folds = False
         self.varies = None in top_k
-        # Picks per token to fair shares: E / k, 0 where k varies.
-        fair = [[E / k if k else 0.0] for k in top_k]
-        self.fair_L1 = torch.tensor(fair, dtype=torch.float64, device=device)
+        self.varies_L1 = torch.tensor([[k is None] for k in top_k] * self.num_slots, device=device)
+        # Loads per token, or per pick, to fair shares.
+        self.fair_L1 = torch.tensor([[E / (k or 1)] for k in top_k], dtype=torch.float64, device=device)
         self.one = torch.ones(1, dtype=torch.int64, device=device)
         self.layer_L1 = torch.arange(L, dtype=torch.int64, device=device).unsqueeze(1)
+        # The slot of the open micro-batch, and the first one that is not in the record yet.
+        self._slot = self._joined = 0
         self._scratch: Scratch | None = None
         # Copies of what calls of `waiting` layers from `first` on brought, to be counted together.
         self._form: Form | None = None
         self._stage: tuple[Tensor | None, ...] | None = None
+        self._places: list[list[Tensor]] = []
         self._waiting = self._first = 0
         self._labels: Labels | None = None
         self._make_views()
@@ -172,6 +179,7 @@ class Bank:
     def move(self, device: torch.device) -> None:
         """Follows a model that was moved."""
         self.count_waiting()
+        self.join()
         self._scratch = self._form = None
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
@@ -179,9 +187,9 @@ class Bank:
         self._make_views()
 
     def _make_views(self) -> None:
-        L, R, E = len(self.fair_L1), self.num_rows, self.num_experts
+        R, E = self.num_rows, self.num_experts
         counts, self.tokens_LR, self.dropped_LC = torch.split(self.pending_ints, self.int_sizes, dim=1)
-        self.counts_LRC = counts.view(L, R, E + 2)
+        self.counts_LRC = counts.view(-1, R, E + 2)
         self.logit_L1E, self.square_L1E = self.pending_LQX[:, R : R + 1, :E], self.pending_LQX[:, R + 1 :, :E]
 
     # -- one forward
@@ -189,7 +197,9 @@ class Bank:
     def observe(self, j: int, seen: Observation, labels: Labels, gating: str | None) -> None:
         """Counts one forward of layer j, now or together with those of the layers behind it."""
         if seen.kept_TK is not None:
-            count_dropped(self.dropped_LC[j], seen.indices_TK, seen.kept_TK, labels)
+            count_dropped(
+                self.dropped_LC[self._rows(slice(j, j + 1)).start], seen.indices_TK, seen.kept_TK, labels
+            )
         full_TE = None if seen.full_kind is None else seen.full_TE
         gated_TE = seen.gated_TE if seen.full_kind == "logits" and gating in SOFTMAX else None
         call = (seen.indices_TK, full_TE, gated_TE)
@@ -198,6 +208,8 @@ class Bank:
         if form != self._form:
             self.count_waiting()
             self._form, self._stage = form, self._new_stage(call)
+            rooms = [room for room in self._stage or () if room is not None]
+            self._places = [list(places) for places in zip(*rooms, strict=True)]
         if self._stage is None:
             self._count(j, tuple(None if x is None else x.unsqueeze(0) for x in call), labels, form)
             return
@@ -205,9 +217,8 @@ class Bank:
             self.count_waiting()
         if not self._waiting:
             self._first, self._labels = j, labels
-        for room, x in zip(self._stage, call, strict=True):
-            if room is not None and x is not None:
-                room[self._waiting].copy_(x)
+        for place, x in zip(self._places[self._waiting], [x for x in call if x is not None], strict=True):
+            place.copy_(x)
         self._waiting += 1
         if self._waiting == JOINT_LAYERS or j == len(self.layer_L1) - 1:
             self.count_waiting()
@@ -230,7 +241,7 @@ class Bank:
         """Adds one forward of layer j and those behind it."""
         indices_NTK, full_NTE, p_NTE = calls
         assert indices_NTK is not None
-        part = slice(j, j + len(indices_NTK))
+        part = self._rows(slice(j, j + len(indices_NTK)))
         broken_NT = None
         if full_NTE is not None and form.kind is not None:
             room = self._room(*full_NTE.shape[:2])
@@ -273,60 +284,105 @@ class Bank:
             self._scratch = Scratch.of(layers, tokens, self.num_experts, self.device)
         return self._scratch
 
-    # -- one micro-batch
+    # -- micro-batches
 
-    def fold(self, i: int) -> None:
-        """Ends a chunk of layer i, a micro-batch of its own, inside the open one."""
+    def fold(self, j: int) -> None:
+        """Ends a chunk of layer j, a micro-batch of its own, inside the open one."""
         self.count_waiting()
-        part = slice(i, i + 1)
-        peak_LE, square_LE = self._measure(part)
+        self.join()
+        part, row = slice(j, j + 1), self._rows(slice(j, j + 1))
+        load_LE, rate_LE, peak_LE = self._measure(row, part)
         torch.maximum(self.pending_peak_LE[part], peak_LE, out=self.pending_peak_LE[part])
-        self.pending_square_LE[part].add_(square_LE)
-        self.folded_LE[part] = self.counts_LRC[part, :-1, 1:-1].sum(1)
-        self.folded_tokens_L1[part] = self.tokens_LR[part, : self.num_rows - 1].sum(1, keepdim=True)
+        self.pending_square_LE[part].addcmul_(load_LE, rate_LE)
+        self.folded_LE[part] = self.counts_LRC[row, :-1, 1:-1].sum(1)
+        self.folded_tokens_L1[part] = self.tokens_LR[row, : self.num_rows - 1].sum(1, keepdim=True)
         self.has_folds = True
 
-    def _measure(self, i: slice) -> tuple[Tensor, Tensor]:
-        """Loads in fair shares and squares over tokens of what layers i have counted since the last fold."""
-        load_LE = self.counts_LRC[i, :-1, 1:-1].sum(1, dtype=torch.float64)
-        tokens_L1 = self.tokens_LR[i, : self.num_rows - 1].sum(1, keepdim=True)
-        if self.has_folds:
-            load_LE.sub_(self.folded_LE[i])
-            tokens_L1.sub_(self.folded_tokens_L1[i])
-        rate_LE = load_LE / tokens_L1.clamp_min_(1)
-        peak_LE = rate_LE * self.fair_L1[i]
-        if self.varies:
-            varying_LE = load_LE * (self.num_experts / load_LE.sum(1, keepdim=True).clamp_min_(1.0))
-            peak_LE = torch.where(self.fair_L1[i] > 0, peak_LE, varying_LE)
-        return peak_LE, load_LE.mul_(rate_LE)
-
-    def commit(self, i: slice) -> None:
-        """The open micro-batch of layers i becomes part of the record."""
+    def commit(self, layers: slice) -> None:
+        """The open micro-batch of these layers becomes part of the record."""
         self.count_waiting()
-        peak_LE, square_LE = self._measure(i)
-        if self.has_folds:
-            peak_LE = torch.maximum(peak_LE, self.pending_peak_LE[i])
-            square_LE.add_(self.pending_square_LE[i])
-        torch.maximum(self.total_peak_LE[i], peak_LE, out=self.total_peak_LE[i])
-        self.total_square_LE[i].add_(square_LE)
-        self.total_ints[i].add_(self.pending_ints[i])
-        self.total_LQX[i].add_(self.pending_LQX[i])
-        self.discard(i)
+        if layers != slice(None) or self.has_folds:
+            self._join(self._rows(layers), layers, 1)
+            self.discard(layers)
+            return
+        self._slot += 1
+        if self._slot == self.num_slots:
+            self.join()
 
-    def discard(self, i: slice) -> None:
-        """Forgets the open micro-batch of layers i."""
+    def join(self) -> None:
+        """Adds up the micro-batches that have ended; the open one keeps its place."""
+        L = len(self.fair_L1)
+        if self._joined < self._slot:
+            rows = slice(self._joined * L, self._slot * L)
+            self._join(rows, slice(None), self._slot - self._joined)
+            self.pending_ints[rows].zero_()
+            self.pending_LQX[rows].zero_()
+        self._joined = self._slot = self._slot % self.num_slots
+
+    def _rows(self, layers: slice) -> slice:
+        """Where the open micro-batch of these layers lies."""
+        L = len(self.fair_L1)
+        start, stop, _ = layers.indices(L)
+        return slice(self._slot * L + start, self._slot * L + stop)
+
+    def _measure(self, rows: slice, layers: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """Loads since the last fold, loads per token, and per token or, where k varies, per pick."""
+        load_LE = self.counts_LRC[rows, :-1, 1:-1].sum(1, dtype=torch.float64)
+        tokens_L1 = self.tokens_LR[rows, : self.num_rows - 1].sum(1, keepdim=True)
+        if self.has_folds:
+            load_LE.sub_(self.folded_LE[layers])
+            tokens_L1.sub_(self.folded_tokens_L1[layers])
+        rate_LE = load_LE / tokens_L1.clamp_min_(1)
+        if not self.varies:
+            return load_LE, rate_LE, rate_LE
+        picks_L1 = load_LE.sum(1, keepdim=True).clamp_min_(1.0)
+        return load_LE, rate_LE, torch.where(self.varies_L1[rows], load_LE / picks_L1, rate_LE)
+
+    def _join(self, rows: slice, layers: slice, microbatches: int) -> None:
+        load_LE, rate_LE, peak_LE = self._measure(rows, layers)
+        square_LE, ints, floats = load_LE.mul_(rate_LE), self.pending_ints[rows], self.pending_LQX[rows]
+        if microbatches > 1:
+            square_LE, ints, floats = (
+                x.view(microbatches, -1, *x.shape[1:]).sum(0) for x in (square_LE, ints, floats.double())
+            )
+            peak_LE = peak_LE.view(microbatches, -1, self.num_experts).amax(0)
+        if self.has_folds:
+            peak_LE = torch.maximum(peak_LE, self.pending_peak_LE[layers])
+            square_LE.add_(self.pending_square_LE[layers])
+        torch.maximum(self.total_peak_LE[layers], peak_LE, out=self.total_peak_LE[layers])
+        self.total_square_LE[layers].add_(square_LE)
+        self.total_ints[layers].add_(ints)
+        self.total_LQX[layers].add_(floats)
+
+    def discard(self, layers: slice) -> None:
+        """Forgets the open micro-batch of these layers."""
         self._waiting = 0
-        self.pending_ints[i].zero_()
-        self.pending_LQX[i].zero_()
+        rows = self._rows(layers)
+        self.pending_ints[rows].zero_()
+        self.pending_LQX[rows].zero_()
         if self.has_folds:
             for x in (self.pending_peak_LE, self.pending_square_LE, self.folded_LE, self.folded_tokens_L1):
-                x[i].zero_()
-            self.has_folds = i != slice(None)
+                x[layers].zero_()
+            self.has_folds = layers != slice(None)
 
     def reset(self) -> None:
         """Begins a new record."""
         for x in (self.total_ints, self.total_LQX, self.total_peak_LE, self.total_square_LE):
             x.zero_()
+
+    def open_tokens(self, j: int) -> Tensor:
+        """int64 [R]: tokens that layer j saw in the open micro-batch."""
+        self.count_waiting()
+        return self.tokens_LR[self._slot * len(self.fair_L1) + j, : self.num_rows]
+
+    def tokens(self, j: int) -> Tensor:
+        """int64 [R]: tokens that layer j saw in the record."""
+        first = self.int_sizes[0]
+        return self.total_ints[j, first : first + self.num_rows]
+
+    def peaks(self) -> Tensor:
+        """float64 [L, E]: the largest load of a micro-batch, in fair shares."""
+        return self.total_peak_LE * self.fair_L1
 
     def floats(self) -> Tensor:
         """float64 [L, R (E + 2) + 3 E]: of each row sums of probabilities and top-1 moments, of all counted

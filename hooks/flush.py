@@ -93,18 +93,20 @@ def pack(
         ints[0] = 1
         if accumulator is None:
             continue
+        for bank in accumulator.banks:
+            bank.join()
         if owner:
+            seen_R = accumulator.seen()
             ints[1], ints[2] = accumulator.microbatches, accumulator.masked
-            ints[3], ints[4] = accumulator.seen_R[:-1].sum(), accumulator.seen_R[-1]
+            ints[3], ints[4] = seen_R[:-1].sum(), seen_R[-1]
         floats, peaks = packed.floats[2 + p * layout.num_floats :], packed.peaks[p * layout.num_peaks :]
         local = {info.layer: i for i, info in enumerate(accumulator.layers)}
-        sums = {bank: bank.floats() for bank in accumulator.banks}
+        sums = {bank: (bank.floats(), bank.peaks()) for bank in accumulator.banks}
         for field in layout.fields:
             if field.info.layer in local:
                 bank, j = accumulator.place[local[field.info.layer]]
                 ints[field.ints] = bank.total_ints[j]
-                floats[field.floats] = sums[bank][j]
-                peaks[field.peaks] = bank.total_peak_LE[j]
+                floats[field.floats], peaks[field.peaks] = sums[bank][0][j], sums[bank][1][j]
     return packed
 
 

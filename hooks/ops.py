@@ -58,14 +58,13 @@ def _observe(
             receiver.observe(seen, training)
 
 
+_modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
+
+
 def opaque() -> bool:
-    """Whether calls must go through the operators: code that is compiled, or a mode that sees every operator
-    (selective checkpointing, tracing). Elsewhere they only cost time."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-    )
+    """Whether calls must go through the operators: in code that is compiled, under modes that see every
+    operator (selective checkpointing, tracing) and under torch.func. Elsewhere operators only cost time."""
+    return torch.compiler.is_compiling() or _modes() > 0 or _transforms() is not None
 
 
 def _mark(anchor: Tensor, handle: int, begin: bool) -> None:

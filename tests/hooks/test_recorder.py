@@ -353,6 +353,42 @@ def test_picks_make_a_histogram_per_row(joint_bytes, monkeypatch):
         assert bank.counts_LRC[0, row, [0, -1]].sum() == invalid
 
 
+def test_layers_counted_together_are_those_counted_alone(monkeypatch):
+    """Any order of calls, changed tensors, a dropped micro-batch: the same sums as one call at a time."""
+    generator = torch.Generator().manual_seed(0)
+    infos = [LayerInfo(i, f"layers.{i}", 8, 2, None, "softmax") for i in range(5)]
+    calls = [0, 1, 2, 3, 4, 0, 1, 1, 3, 4, 2, 0, 4]
+    results = []
+    for joint_bytes in (0, 2**18):
+        monkeypatch.setattr("moe_audit.hooks.counters.JOINT_BYTES", joint_bytes)
+        generator.manual_seed(0)
+        accumulator = Accumulator(infos, [torch.device("cpu")] * 5, 4)
+        for microbatch in range(20):
+            row_T = torch.randint(-1, 5, (30,), generator=generator)
+            labels = Labels.of(row_T, call_tallies(4, torch.device("cpu")), 8)
+            for n, layer in enumerate(calls):
+                logits = torch.randn(30, 8, generator=generator)
+                logits[::7, n % 8] = float("nan")
+                picks = logits.topk(2).indices
+                picks[n, 0] = NO_PICK
+                kind, gated = ("probs", None) if n == 3 else ("logits", logits.softmax(-1) if n % 2 else None)
+                full = logits.abs() if n == 3 else logits
+                kept = picks > 1 if n % 3 == 0 else None
+                accumulator.observe(layer, Observation(picks, None, full, kind, kept, gated_TE=gated), labels)
+                for tensor in (picks, logits, full):  # the model goes on with them
+                    tensor.zero_()
+            if microbatch % 5 == 1:
+                accumulator.discard()
+            else:
+                accumulator.commit(1, masked=False)
+        bank = accumulator.banks[0]
+        bank.join()
+        results.append((bank.total_ints, accumulator.seen(), bank.floats(), bank.peaks()))
+    for alone, together in zip(*results, strict=True):
+        tolerance = {"rtol": 1e-5, "atol": 1e-4} if alone.is_floating_point() else {"rtol": 0, "atol": 0}
+        torch.testing.assert_close(together, alone, **tolerance)
+
+
 def test_labels_that_a_cuda_graph_reads_are_renewed_in_place():
     """A replay runs no Python of ours: the addresses that were captured must hold the new micro-batch."""
     cache = LabelCache(4)
@@ -374,6 +410,7 @@ def test_a_bank_that_moves_goes_on_counting():
         bank.observe(0, Observation(torch.tensor([[0], [1], [1], [2]])), labels, None)
         bank.move(torch.device("cpu"))
     bank.commit(slice(None))
+    bank.join()
     assert bank.total_ints[0, 1:4].tolist() == [2, 4, 2]
     assert bank.pending_ints.sum() == 0
 
