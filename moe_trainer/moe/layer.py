@@ -107,7 +107,7 @@ class MoE(nn.Module):
             x_BSD: Input, (B, S, D) or (T, D).
             loss_divisor: D of the loss formulas; None: the tokens of this input.
         """
-        x_TD = x_BSD.reshape(-1, self.d_model)
+        x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
         routed = self.router(x_TD)
         plan = self.dispatcher(routed)
         self.load(routed.counts_E, plan.dropped_E)

@@ -71,7 +71,7 @@ class ScoringRouter(nn.Module):
         In training the input is multiplied by uniform(1 - jitter_eps, 1 + jitter_eps).
         """
         c = self.config
-        x_TD = x.reshape(-1, c.d_model)
+        x_TD = x.reshape(-1, x.shape[-1])
         if self.training and c.jitter_eps is not None:
             x_TD = x_TD * (1 - c.jitter_eps + torch.rand_like(x_TD) * (2 * c.jitter_eps))
         with torch.autocast(x_TD.device.type, enabled=False):
