@@ -23,7 +23,7 @@ def problem(kind: str, message: str) -> Problem:
 
 @dataclass
 class Inspector:
-    """Looks at each layer's records as they are read; `problems` holds what it found."""
+    """Looks at each layer's records as they are read, in model order; `problems` holds what it found."""
 
     records: Sequence[RecordInfo]
     rows: Sequence[int]  # of run.records, in the order of `records`
@@ -34,6 +34,8 @@ class Inspector:
         self._known = np.array([r.tokens is not None for r in self.records])  # an import knows no tokens
         self._tokens = np.array([r.tokens or 0 for r in self.records])
         self._batches = np.array([r.microbatches or 0 for r in self.records])
+        self._encoder = False  # whether a layer of one was seen
+        self._decoder_tokens: np.ndarray[tuple[int], np.dtype[np.int64]] | None = None
 
     def __call__(self, blocks: LayerBlocks) -> None:
         self.problems += self._layer(blocks)
@@ -65,6 +67,12 @@ class Inspector:
         repeats = np.where(
             (batches > 0) & (calls % np.maximum(batches, 1) == 0), calls // np.maximum(batches, 1), 1
         )
+        parts = info.name.split(".")
+        if "decoder" in parts and self._encoder:  # whose sequences have a length of their own
+            if self._decoder_tokens is None:
+                self._decoder_tokens = tokens // np.maximum(repeats, 1)
+            per_record = self._decoder_tokens
+        self._encoder |= "encoder" in parts
         twice = np.flatnonzero(counted & known & (tokens != per_record * np.maximum(repeats, 1)))
         if len(twice):
             r = twice[0]

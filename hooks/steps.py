@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import NamedTuple
 
 from torch import Tensor
@@ -59,18 +60,21 @@ class StepClock:
         """A step is done.
 
         Raises:
-            UsageError: it is no step number, or does not increase.
+            UsageError: it is no step number, or does not increase; a rate or the loss is not one number.
         """
-        if isinstance(step, bool) or not isinstance(step, int) or step < 1:
+        if isinstance(step, bool) or not isinstance(step, Integral) or step < 1:
             raise UsageError(f"step={step!r}", "pass the number of optimizer steps done, from 1")
+        step = int(step)  # of numpy: SQLite would store it as bytes
+        if isinstance(loss, Tensor) and loss.numel() != 1:
+            raise UsageError(f"the loss has shape {tuple(loss.shape)}", "pass the mean, one number")
         if self.last is not None and step <= self.last:
             raise UsageError(
                 f"step {step} after step {self.last}: steps increase within an attempt",
                 "after going back to a checkpoint attach again with resume=True",
             )
         if self.first is None:
+            self._rates = _rates(lr)  # which waits for a device tensor: once a record
             self.first = step if self.last is None else self.last + 1
-            self._rates = _rates(lr)
         if self._begin is None:
             self._begin = step
         self.last = step
@@ -100,7 +104,10 @@ class StepClock:
 
 def _rates(lr: LearningRate | None) -> tuple[float | None, float | None]:
     """Learning rate of all parameters and of the router's."""
-    if isinstance(lr, Mapping):
-        every, router = lr.get("all"), lr.get("router")
-        return None if every is None else float(every), None if router is None else float(router)
-    return (None if lr is None else float(lr)), None
+    try:
+        if isinstance(lr, Mapping):
+            every, router = lr.get("all"), lr.get("router")
+            return None if every is None else float(every), None if router is None else float(router)
+        return (None if lr is None else float(lr)), None
+    except (TypeError, ValueError):
+        raise UsageError(f"lr={lr!r}", 'pass a number, or {"all": ..., "router": ...}') from None

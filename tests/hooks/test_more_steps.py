@@ -1,0 +1,75 @@
+"""What training tells about a step in other types, and models whose stacks see different tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from moe_audit.checking import check
+from moe_audit.hooks import Recorder
+from moe_audit.thresholds.errors import UsageError
+
+
+def test_steps_and_rates_of_numpy_and_torch(toy: Any, attach: Any, stored: Any) -> None:
+    model = toy.Model()
+    with attach(model, flush_every=1) as recorder:
+        for step in (np.int64(1), np.int32(2), 3):
+            model(torch.randn(2, 3, 8))
+            recorder.step(step, lr=np.float32(0.5), loss=torch.ones(1, dtype=torch.bfloat16))
+    assert [(r.last_step, r.lr, r.loss) for r in stored().records] == [(n, 0.5, 1.0) for n in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"lr": [0.1]}, r"lr=\[0.1\]"),
+        ({"lr": "fast"}, "lr='fast'"),
+        ({"loss": torch.ones(2)}, r"loss has shape \(2,\)"),
+    ],
+)
+def test_what_is_not_one_number_is_named(toy: Any, attach: Any, told: dict[str, Any], words: str) -> None:
+    model = toy.Model()
+    with attach(model) as recorder:
+        model(torch.randn(2, 3, 8))
+        with pytest.raises(UsageError, match=words):
+            recorder.step(1, **told)
+        recorder.step(1)
+
+
+def test_one_name_is_no_list_of_letters(toy: Any, attach: Any, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="sources='code' is one name"):
+        attach(toy.Model(), sources="code")
+    assert not (tmp_path / "routing.db").exists()
+
+
+class Translator(nn.Module):
+    """An encoder and a decoder, each with routers, over sequences of different lengths."""
+
+    def __init__(self, toy: Any) -> None:
+        super().__init__()
+        self.encoder, self.decoder = toy.Scripted(4, 2), toy.Scripted(4, 2)
+        self.skips = False
+
+    def forward(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        self.encoder(source)
+        self.decoder.layers[0](target)
+        self.decoder.layers[1](target[: 4 if self.skips else None])
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_decoder_has_a_length_of_its_own(toy: Any, tmp_path: Path, skips: bool) -> None:
+    """Its layers are held against each other: one that misses tokens is still found out."""
+    model, generator = Translator(toy), torch.Generator().manual_seed(0)
+    model.skips = skips
+    with Recorder.attach(model, tmp_path / "routing.db", adapter=toy.scripted(), flush_every=1) as recorder:
+        for step in range(1, 7):
+            model(*(torch.randint(4, (n, 1), generator=generator) for n in (1200, 800)))
+            recorder.step(step)
+    verdict = check(tmp_path / "routing.db")
+    assert (verdict.status == "INVALID") == skips
+    assert any("decoder.layers.1" in p["message"] for p in verdict.problems) == skips
