@@ -1,4 +1,4 @@
-"""What recording costs: Markdown tables of `python benchmarks/recorder_overhead.py [--pairs N] [--only SIZE]`.
+"""What recording costs: tables of `python benchmarks/recorder_overhead.py [--pairs N] [--only SIZE]`.
 
 Two sizes: the demo model (4 layers, width 128, 2,048 tokens a step), and one MoE layer that costs what a real
 one does (width 256, 8,192 tokens, top-8). One thread and CPU time throughout, so that a busy machine does not

@@ -331,7 +331,15 @@ class Recorder:
             device=device,
         )
         if self._ranks.reduces:
-            reduce(packed, self._ranks.group)
+            try:
+                reduce(packed, self._ranks.group)
+            except RuntimeError as error:  # of the backend; training may know what to do about it
+                steps = f"steps {span.train.first} to {span.train.last}"
+                error.add_note(
+                    f"moe-audit: the record of {steps} could not be summed over the ranks and is not written:"
+                    " a rank has ended, or did not come to this step in time"
+                )
+                raise
         self._cut_waiting = Cut(
             self._layout, packed, [(name, spans[name]) for name in names], self.sources, self._ranks.expected
         )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -143,3 +145,43 @@ def test_only_one_rank_evaluates(ranks):
 def test_a_crash_does_not_hang_the_others(ranks):
     number, folder = ranks
     assert len(list(folder.glob("crashed.*"))) == number
+
+
+def run_two(scenario: str, folder: Path) -> list[tuple[int, str]]:
+    """Exit code and errors of both ranks, started by hand: torchrun ends all ranks with the first."""
+    command = [sys.executable, str(WORKER.with_name("unequal_ranks_worker.py")), scenario]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(folder)],
+            env={"OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [(rank.returncode, error) for rank, error in zip(ranks, errors, strict=True)]
+
+
+@pytest.mark.distributed
+def test_ranks_with_unequal_microbatches_end_records_together(tmp_path):
+    """Where a record is nearly full too they neither hang nor lose a pick, whatever each of them counted."""
+    assert [code for code, _ in run_two("full", tmp_path)] == [0, 0]
+    with open_run(tmp_path / "routing.db") as run:
+        picks = run.counts(0).sum((1, 2))
+        assert (int(picks.sum()), int(picks.max()) <= 500) == (12 * 10 + (12 + 6) * 30, True)
+        assert len(run.records) > 2 and {r.ranks for r in run.records} == {2}
+        assert [event for event in run.events if event.kind == "invariant"] == []
+
+
+@pytest.mark.distributed
+def test_a_rank_that_is_gone_leaves_no_record_that_looks_whole(tmp_path):
+    (code, error), (lost, _) = run_two("lost", tmp_path)
+    assert (code, lost) == (1, 1)
+    assert "moe-audit: the record of steps 3 to 4 could not be summed" in error, error[-2000:]
+    with open_run(tmp_path / "routing.db") as run:
+        assert [(r.first_step, r.last_step, r.ranks) for r in run.records] == [(1, 2, 2)]
