@@ -71,6 +71,20 @@ def test_score_bias_is_fp32_where_the_default_dtype_is_not() -> None:
     assert layer.router.score_bias is not None and layer.router.score_bias.dtype == torch.float32
 
 
+@pytest.mark.parametrize("start", [0.0, 0.1234567, -3.0004])
+def test_bias_moves_by_whole_steps_from_wherever_it_starts(start: float) -> None:
+    layer = build(torch.bfloat16)
+    assert layer.router.score_bias is not None
+    layer.router.score_bias.fill_(start)
+    begin = layer.router.score_bias.double()
+    for _ in range(2000):
+        layer.load.counts_E += torch.tensor([30, 1, 4, 4, 4, 4, 1, 0])
+        post_step([layer])
+    moved = layer.router.score_bias.double() - begin
+    expected = torch.tensor([-2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0]).double()
+    torch.testing.assert_close(moved, expected, rtol=0 if start == 0 else 1e-4, atol=0)
+
+
 def test_a_layer_built_on_meta_starts_like_any_other() -> None:
     """`to_empty` leaves what the memory holds: weights, score bias and counters are all set."""
     config = build(**PARTS).config
