@@ -20,7 +20,7 @@ class _Hook(Hook):
     """Compiled code calls it as it is: what it does is not for tracing."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = torch.compiler.disable(call)
+        self._call = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
 
     def __call__(self, *args: Any) -> Any:
         return self._call(*args)

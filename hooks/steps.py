@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from numbers import Integral
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from moe_audit.thresholds.errors import UsageError
@@ -56,13 +56,13 @@ class StepClock:
         self._loss: Tensor | float = 0.0
         self._losses = 0
 
-    def step(self, step: int, lr: LearningRate | None, loss: Tensor | float | None) -> None:
+    def step(self, step: int | np.integer[Any], lr: LearningRate | None, loss: Tensor | float | None) -> None:
         """A step is done.
 
         Raises:
             UsageError: it is no step number, or does not increase; a rate or the loss is not one number.
         """
-        if isinstance(step, bool) or not isinstance(step, Integral) or step < 1:
+        if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 1:
             raise UsageError(f"step={step!r}", "pass the number of optimizer steps done, from 1")
         step = int(step)  # of numpy: SQLite would store it as bytes
         if isinstance(loss, Tensor) and loss.numel() != 1:
