@@ -53,7 +53,7 @@ def count_dropped(dropped_C: Tensor, indices_TK: Tensor, kept_TK: Tensor, labels
     """Adds the picks of counted tokens that were dropped."""
     lost_TK = ~kept_TK & labels.counted_T.bool().unsqueeze(1) & (indices_TK != NO_PICK)
     column_TK = indices_TK.to(torch.int64).clamp(-1, dropped_C.shape[0] - 2).add_(1)
-    dropped_C.scatter_add_(0, column_TK.view(-1), lost_TK.view(-1).to(torch.int64))
+    dropped_C.scatter_add_(0, column_TK.reshape(-1), lost_TK.reshape(-1).to(torch.int64))
 
 
 def probabilities(
@@ -262,7 +262,7 @@ class Bank:
         ints_NI = self.pending_ints[part]
         if len(ints_NI) > 1:
             cell_NTK.add_(self.layer_L1[: len(ints_NI)].unsqueeze(2), alpha=ints_NI.shape[1])
-        ints_NI.view(-1).scatter_add_(0, cell_NTK.view(-1), self.one.expand(cell_NTK.numel()))
+        ints_NI.view(-1).scatter_add_(0, cell_NTK.reshape(-1), self.one.expand(cell_NTK.numel()))
         self.tokens_LR[part].add_(labels.tally(full_NTE is not None, form.kind == "logits", form.drops))
 
     def _add_rows(self, part: slice, value_NTX: Tensor, labels: Labels) -> None:

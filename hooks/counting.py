@@ -135,6 +135,10 @@ class Counting:
         device = seen.indices_TK.device
         if self._off() or device.type == "meta":
             return
+        if torch.is_inference_mode_enabled():  # what is made there could not be added to outside
+            with torch.inference_mode(False):
+                self.observe(i, seen, training)
+            return
         check_observation(self.layers[i], seen)
         phase = self._phase or ("train" if training else "eval")
         if phase == "eval":

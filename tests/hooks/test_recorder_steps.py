@@ -262,3 +262,31 @@ def test_wrong_arguments(toy, attach):
     with pytest.raises(UsageError, match="inside"), recorder.microbatch(), recorder.microbatch():
         pass
     recorder.close()
+
+
+@pytest.mark.parametrize("joint_bytes", [0, 2**18])
+def test_inference_mode_before_and_after_training(toy, attach, stored, monkeypatch, joint_bytes):
+    """What the recorder makes in a forward under inference_mode must serve outside of it too."""
+    monkeypatch.setattr("moe_audit.hooks.counters.JOINT_BYTES", joint_bytes)
+    model = toy.Model(layers=2)
+    x = torch.randn(3, 5, 8)
+    with attach(model) as recorder:
+        with torch.inference_mode(), recorder.phase("eval"), recorder.microbatch():
+            model(x)
+        with recorder.phase("eval"), recorder.microbatch(), torch.inference_mode():
+            model(x)
+        with torch.inference_mode():
+            model(x)
+        model(x).backward()
+        recorder.step(1)
+    want = toy.brute_force(model, [x, x])
+    assert stored().total == want and stored("eval").total == want
+
+
+def test_ids_whose_memory_is_transposed(toy, attach, stored):
+    picks = torch.randint(0, 7, (4, 20_000)).t()
+    model = toy.Scripted(7)
+    with attach(model, toy.scripted(4)) as recorder:
+        model(picks)
+        recorder.step(1)
+    assert stored().total == [torch.bincount(picks.flatten(), minlength=7).tolist()]
