@@ -82,6 +82,17 @@ class GptOssRouter(Version4):
     classes = modeling("gpt_oss", "GptOssTopKRouter")
 
     def observe(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Observation:
+        """One observation.
+
+        Raises:
+            UsageError: The package's expert parallelism has cut the output to the experts of this rank.
+        """
+        if output[0].shape[-1] != module.num_experts:
+            raise UsageError(
+                f"{class_name(module)} hands out scores of {output[0].shape[-1]} of {module.num_experts}"
+                " experts: its ids are those of one rank's experts, and all other picks look alike",
+                "load the model without enable_expert_parallel, or use transformers 5.23 or later",
+            )
         seen = by_form(output, module.num_experts, module.top_k, class_name(module))
         scores = local(output[0]).reshape(-1, module.num_experts)
         return seen._replace(weights_TK=scores.gather(-1, seen.indices_TK))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -162,3 +163,17 @@ def test_what_only_shows_logits_is_refused_with_a_reason(family: str, tmp_path: 
     model = build(getattr(transformers, class_name), settings)
     with pytest.raises(UsageError, match=r"cannot be recorded: (it shows|its output holds only)"):
         Recorder.attach(model, tmp_path / "routing.db")
+
+
+def test_ids_of_one_ranks_experts_are_refused(tmp_path: Path) -> None:
+    """As a hook of the package leaves them for expert parallelism."""
+    parallel = pytest.importorskip("transformers.integrations.tensor_parallel").RouterParallel
+    model = build(transformers.GptOssModel, MODELS["gpt_oss"][1])
+    mesh = SimpleNamespace(get_local_rank=lambda: 1, size=lambda: 2)
+    for layer in model.layers:
+        layer.mlp.router.register_forward_hook(
+            lambda module, args, out: parallel._prepare_output_fn(None, None, module, out, mesh)
+        )
+    recording = Recorder.attach(model, tmp_path / "routing.db")
+    with recording, pytest.raises(UsageError, match="scores of 4 of 8 experts"):
+        model(input_ids=torch.randint(3, 60, (2, 6)))
