@@ -81,10 +81,14 @@ def _source_rows(sources: Any, names: Sequence[str]) -> Tensor | None:
     if not isinstance(sources, Tensor):
         table = np.asarray(sources)
         if table.dtype.kind in "UO":
+            if table.ndim != 1:
+                raise UsageError(
+                    f"source names have shape {table.shape}", "pass one a sequence, or ids (B, S)"
+                )
             numbers = [_id_of(name, names) for name in table.tolist()]
             sources = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         else:
-            sources = torch.from_numpy(table)
+            sources = _tensor(table)
     if sources.is_floating_point() or sources.is_complex() or sources.dtype == torch.bool:
         raise UsageError(f"source ids are {sources.dtype}", "pass integers, or names")
     if sources.dim() not in (1, 2) or sources.numel() == 0:
@@ -105,6 +109,11 @@ def _source_rows(sources: Any, names: Sequence[str]) -> Tensor | None:
     return torch.where(ids == UNLABELLED_ID, len(names), ids)
 
 
+def _tensor(table: np.ndarray[Any, np.dtype[Any]]) -> Tensor:
+    """A copy: torch takes no reversed arrays, and no byte order but its own."""
+    return torch.from_numpy(np.array(table, table.dtype.newbyteorder("="), order="C"))
+
+
 def _id_of(name: Any, names: Sequence[str]) -> int:
     if name in names:
         return list(names).index(name)
@@ -118,7 +127,7 @@ def _id_of(name: Any, names: Sequence[str]) -> int:
 def _keep(mask: Any) -> Tensor | None:
     if mask is None:
         return None
-    keep: Tensor = mask.detach() if isinstance(mask, Tensor) else torch.from_numpy(np.asarray(mask))
+    keep: Tensor = mask.detach() if isinstance(mask, Tensor) else _tensor(np.asarray(mask))
     if keep.dim() not in (1, 2) or keep.numel() == 0:
         raise UsageError(
             f"the mask has shape {tuple(keep.shape)}", "pass (B, S) or (T,), True or 1 where a token counts"

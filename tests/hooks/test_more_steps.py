@@ -41,6 +41,27 @@ def test_what_is_not_one_number_is_named(toy: Any, attach: Any, told: dict[str, 
         recorder.step(1)
 
 
+@pytest.mark.parametrize(
+    "sources",
+    [np.array([0, 1])[::-1], np.array([1, 0], ">i4"), np.array([1, 0], np.uint16), ("prose", "code")],
+)
+def test_arrays_of_any_memory_order(toy: Any, attach: Any, stored: Any, sources: Any) -> None:
+    model = toy.Scripted(2)
+    mask = np.array([[True, True, False], [True, True, True]])[:, ::-1]
+    with attach(model, toy.scripted(), sources=["code", "prose"]) as recorder:
+        with recorder.microbatch(sources=sources, mask=mask):
+            model(torch.tensor([[0], [0], [0], [1], [1], [1]]))
+        recorder.step(1)
+    assert stored().counts == [[[0, 3], [2, 0]]]
+
+
+@pytest.mark.parametrize("sources", [[["code"] * 3, ["prose"] * 3], {"code": 1}])
+def test_names_are_one_a_sequence(toy: Any, attach: Any, sources: Any) -> None:
+    recorder = attach(toy.Model(), sources=["code", "prose"])
+    with recorder, pytest.raises(UsageError, match="source names have shape"):
+        recorder.microbatch(sources=sources)
+
+
 def test_one_name_is_no_list_of_letters(toy: Any, attach: Any, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="sources='code' is one name"):
         attach(toy.Model(), sources="code")
