@@ -101,11 +101,11 @@ def test_trainer_commands(tmp_path: Path) -> None:
     (tmp_path / "moe_trainer").symlink_to(ROOT / "moe_trainer")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     commands = re.findall(r"^    (moe-train .*)$", README, flags=re.M)
-    assert [c.split()[1] for c in commands] == ["prepare", "run", "resume", "plan"]
-    few = {"run": " train.steps=2 train.micro_batch_sequences=2", "resume": " train.steps=3"}
-    for command in commands:
+    assert [c.split()[1] for c in commands] == ["prepare", "run", "resume", "resume", "plan"]
+    few = ["", " train.steps=2 train.micro_batch_sequences=2", " train.steps=3", " train.steps=4", ""]
+    for command, settings in zip(commands, few, strict=True):
         done = subprocess.run(
-            ["bash", "-c", command + few.get(command.split()[1], "")], cwd=tmp_path,
+            ["bash", "-c", command + settings], cwd=tmp_path,
             env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 0, command + done.stdout + done.stderr
