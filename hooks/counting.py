@@ -7,10 +7,11 @@ a router that is called outside of both is counted at once.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -83,6 +84,7 @@ class Counting:
         self._paused = 0
         self._receivers = [_Receiver(self, i) for i in range(len(found))]
         self._handles: list[RemovableHandle] = []
+        self._hooks: list[tuple[OrderedDict[int, Any], int]] = []  # where each router's hook stands
 
     # -- the model's side
 
@@ -94,9 +96,12 @@ class Counting:
             anchor = anchors.setdefault(device, torch.zeros((), dtype=torch.int64, device=device))
             hook = RouterHook(router.module, router.adapter, anchor, receiver)
             if router.adapter.hook == "pre":
-                self._handles.append(router.module.register_forward_pre_hook(hook, with_kwargs=True))
+                handle = router.module.register_forward_pre_hook(hook, with_kwargs=True)
+                self._hooks.append((router.module._forward_pre_hooks, handle.id))
             else:
-                self._handles.append(router.module.register_forward_hook(hook, with_kwargs=True))
+                handle = router.module.register_forward_hook(hook, with_kwargs=True)
+                self._hooks.append((router.module._forward_hooks, handle.id))
+            self._handles.append(handle)
         if found:
             anchor, receiver = anchors[device_of(found[0].module)], self._receivers[0]
             self._handles.append(model.register_forward_pre_hook(RootHook(anchor, receiver, True)))
@@ -107,7 +112,7 @@ class Counting:
         self._paused += 1
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        self._handles, self._hooks = [], []
 
     def release(self) -> None:
         """Gives up the model and the counts."""
@@ -194,6 +199,13 @@ class Counting:
             raise UsageError("a micro-batch inside a micro-batch", "close the first one before the next")
         self._open = scope
         self._labels.set_rows(scope.rows, scope.chunks)
+        self._follow_later_hooks()
+
+    def _follow_later_hooks(self) -> None:
+        """Goes behind hooks that came later: one may replace the choice, as in replaying recorded routing."""
+        for hooks, number in self._hooks:
+            if number in hooks and not isinstance(hooks[next(reversed(hooks))], RouterHook):
+                hooks.move_to_end(number)
 
     def end(self, scope: Microbatch, failed: bool) -> None:
         """A micro-batch ends: its counts join the record, or are dropped."""

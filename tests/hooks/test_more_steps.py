@@ -94,3 +94,24 @@ def test_a_decoder_has_a_length_of_its_own(toy: Any, tmp_path: Path, skips: bool
     verdict = check(tmp_path / "routing.db")
     assert (verdict.status == "INVALID") == skips
     assert any("decoder.layers.1" in p["message"] for p in verdict.problems) == skips
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_replayed_routing_is_counted_as_replayed(
+    toy: Any, attach: Any, stored: Any, first: bool, compiled: bool
+) -> None:
+    """A hook on the router gives out recorded ids; it may come before the recorder or after."""
+    torch._dynamo.reset()
+    model, replayed = toy.Model(layers=2), torch.tensor([[1, 3]] * 6)
+    recorders = [] if first else [attach(model)]
+    for block in model.layers:
+        block.router.register_forward_hook(lambda module, args, out: (out[0], replayed, out[2]))
+    (recorder,) = recorders or [attach(model)]
+    run = torch.compile(model, backend="eager") if compiled else model
+    with recorder:
+        for step in (1, 2):
+            with recorder.microbatch():
+                run(torch.randn(2, 3, 8)).backward()
+            recorder.step(step)
+    assert stored().total == [[0, 12, 0, 12]] * 2
