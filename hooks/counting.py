@@ -7,7 +7,6 @@ a router that is called outside of both is counted at once.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -84,7 +83,7 @@ class Counting:
         self._paused = 0
         self._receivers = [_Receiver(self, i) for i in range(len(found))]
         self._handles: list[RemovableHandle] = []
-        self._hooks: list[tuple[OrderedDict[int, Any], int]] = []  # where each router's hook stands
+        self._hooks: list[tuple[dict[int, Callable[..., Any]], int]] = []  # where each router's hook stands
 
     # -- the model's side
 
@@ -205,7 +204,7 @@ class Counting:
         """Goes behind hooks that came later: one may replace the choice, as in replaying recorded routing."""
         for hooks, number in self._hooks:
             if number in hooks and not isinstance(hooks[next(reversed(hooks))], RouterHook):
-                hooks.move_to_end(number)
+                hooks[number] = hooks.pop(number)
 
     def end(self, scope: Microbatch, failed: bool) -> None:
         """A micro-batch ends: its counts join the record, or are dropped."""
