@@ -103,6 +103,7 @@ class _Sums:
             "counts": np.zeros((L, num_blocks, S, E), np.int64),
             "invalid": np.zeros((L, num_blocks), np.int64),
         }
+        self.held: dict[str, npt.NDArray[np.bool_]] = {}  # which layers have an array of that name
         self.rows_LR = np.zeros((L, R), bool)
         self.picks_LR, self.tokens_LR, self.calls_LR = (np.zeros((L, R), np.int64) for _ in range(3))
         self.series = (np.zeros((L, R, E), np.uint32), np.zeros((L, R, S), np.int64)) if series else None
@@ -146,7 +147,7 @@ class _Sums:
     def layers(self) -> Iterator[LayerBlocks]:
         """The sums of each layer."""
         for i, info in enumerate(self.infos):
-            sums = {name: array[i] for name, array in self.block_sums.items()}
+            sums = {name: array[i] for name, array in self.block_sums.items() if self._holds(name, i)}
             yield LayerBlocks(
                 info,
                 sums["counts"],
@@ -166,6 +167,10 @@ class _Sums:
                 None if self.series is None else (self.series[0][i], self.series[1][i]),
             )
 
+    def _holds(self, name: str, layer: int) -> bool:
+        """Sums of a layer without such an array would be zeros, which mean something else than not known."""
+        return name in ("counts", "invalid") or bool(self.held[name][layer])
+
     def _shape(self, slab: Slab) -> tuple[int, int]:
         return len(slab.rows), slab.layers.stop - slab.layers.start
 
@@ -174,6 +179,7 @@ class _Sums:
         dtype = np.int64 if array.dtype.kind in "iu" else np.float64
         if name not in self.block_sums:
             self.block_sums[name] = np.zeros((len(self.infos), self.B, *array.shape[2:]), dtype)
+        self.held.setdefault(name, np.zeros(len(self.infos), bool))[slab.layers] = True
         sums = self.block_sums[name]
         block_n = self.block_R[slab.rows]
         cuts = [0, *(np.flatnonzero(np.diff(block_n)) + 1).tolist(), len(block_n)]

@@ -18,7 +18,6 @@ from moe_audit.thresholds import floors
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float64]
-POST_DROP = "post_drop"  # tag of a layer whose router shows picks only after capacity has cut them
 MAX_EXPERTS = 8  # named in one cell
 
 

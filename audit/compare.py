@@ -16,14 +16,14 @@ import numpy.typing as npt
 from moe_audit import formulas as m
 from moe_audit.attribution import Shift, attribute
 from moe_audit.frame import LayerFrame, analyse
-from moe_audit.printable import printable
+from moe_audit.printable import finite, printable
 from moe_audit.run import Run
 from moe_audit.thresholds import floors
 from moe_audit.thresholds.errors import NoDataError, UsageError
 from moe_audit.thresholds.gate_names import breaches
 from moe_audit.thresholds.policy import Policy, load_policy
 from moe_audit.verdict import Status
-from moe_audit.windows import warmup_steps
+from moe_audit.windows import NO_WARMUP, warmup_steps
 
 JUDGED = ("tv", "load_shift", "share_shift")
 MOST_NAMED = 3
@@ -148,6 +148,7 @@ def compare(
     sides = [_frames(run, steps, common, sources) for run, steps in ((run_a, steps_a), (run_b, steps_b))]
     infos = [_side(run, frames) for run, frames in zip((run_a, run_b), sides)]
     layers = [_layer(a, b, sources, loaded, len(common)) for a, b in zip(*sides)]
+    layers.sort(key=lambda change: change.layer)
     judged = [j.status for layer in layers for j in layer.judgements]
     status = _overall(judged)
     if not judged:
@@ -164,9 +165,8 @@ def _frames(
     first, last = steps or (warmup + 1, None)
     records = [r for r in run.records if r.first_step >= first and (last is None or r.last_step <= last)]
     if not records:
-        span = (
-            f" within steps {first}-{last}" if last is not None else f" after the warm-up of {warmup} steps"
-        )
+        span = f" after the warm-up of {warmup} steps" if warmup != NO_WARMUP else ""
+        span = f" within steps {first}-{last}" if last is not None else span
         raise NoDataError(f"{run.path} has no record{span}", "no data is never a pass")
     length = records[-1].last_step - records[0].first_step + 1
     analysis = analyse(
@@ -276,7 +276,7 @@ def _finite(value: float) -> float | None:
 def render(result: Comparison, format: str = "text") -> str:
     """A comparison as text, Markdown or JSON."""
     if format == "json":
-        return json.dumps({"schema_version": 1, **asdict(result)}, indent=1) + "\n"
+        return json.dumps({"schema_version": 1, **finite(asdict(result))}, indent=1) + "\n"
     a, b = result.a, result.b
     what = "the router's part is judged" if result.effect == "router" else "the whole change is judged"
     lines = [

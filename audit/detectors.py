@@ -18,6 +18,7 @@ Floats = npt.NDArray[np.float64]
 BASELINE_WINDOWS = 5  # fewer disjoint windows do not say what is normal
 CUSUM_SLACK = 0.5
 STATIC_WINDOWS = 20
+MOST_CYCLES, LAG_SLACK = 5, 0.1  # how many cycles a lag may span, and how much of one it may be off
 SMALLEST_SWING = 0.05  # in fair shares: a smaller periodic swing harms nothing, however regular
 
 
@@ -71,20 +72,35 @@ def _t_to_normal(t: float, df: int) -> float:
     return math.copysign((8 * df + 1) / (8 * df + 3) * math.sqrt(df * math.log1p(t * t / df)), t)
 
 
+def cycle_lag(cycle: float, records: int) -> int | None:
+    """The lag in whole records at which a cycle of `cycle` records comes back: one cycle, or as few as bring
+    it within a tenth of a cycle while `records` hold three such lags; None where a cycle has less than two
+    records, which do not show it.
+
+    >>> cycle_lag(4.0, 60), cycle_lag(2.5, 60), cycle_lag(2.4, 60), cycle_lag(2.4, 10), cycle_lag(1.5, 60)
+    (4, 5, 5, 2, None)
+    """
+    if cycle < 2:
+        return None
+    lags = [round(n * cycle) for n in range(1, MOST_CYCLES + 1)]
+    off = [abs(lag / cycle - n) for n, lag in enumerate(lags, 1) if n == 1 or 3 * lag <= records]
+    return lags[next((n for n, x in enumerate(off) if x <= LAG_SLACK), off.index(min(off)))]
+
+
 def periodicity(
     picks_RE: Array, source_picks_RS: Array, conditional_SE: Floats, lag: int
 ) -> tuple[float, float, Floats]:
     """(autocorrelation at `lag` records, swing in fair shares, swing per expert) of what the router did.
 
     The mix is taken out first: of each record's shares the mean conditional P(e|s) at the record's own mix is
-    subtracted. A moving mean over one cycle is taken out next, so that a slow trend is no cycle.
-    NaN with fewer than three cycles.
+    subtracted. A moving mean over the lag is taken out next, so that a slow trend is no cycle.
+    NaN with fewer than three lags.
 
     Args:
         picks_RE: Picks per record and expert.
         source_picks_RS: Picks per record and source.
         conditional_SE: Mean P(e|s) of the run.
-        lag: The cycle in records, at least 2.
+        lag: One cycle or a few (`cycle_lag`) in records, at least 2.
     """
     total_R = picks_RE.sum(-1)
     filled = total_R > 0

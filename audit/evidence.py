@@ -16,6 +16,7 @@ import numpy.typing as npt
 from moe_audit import formulas as m
 from moe_audit.attribution import attribute
 from moe_audit.frame import Analysis, LayerFrame
+from moe_audit.record import POST_DROP
 
 STARVED = 0.25  # in fair shares
 MOST_NAMED = 6
@@ -36,7 +37,7 @@ def gather(analysis: Analysis, frame: LayerFrame, w: int) -> dict[str, Any]:
 
 def headroom_text(frame: LayerFrame, w: int) -> str | None:
     """How much of the traffic each source may become before an expert overflows its capacity."""
-    if frame.info.capacity_factor is None or len(frame.sources) < 2:
+    if frame.info.capacity_factor is None or len(frame.sources) < 2 or POST_DROP in frame.info.tags:
         return None
     shares = m.source_headroom(frame.counts_WSE[w], frame.info.capacity_factor)
     if np.nanmax(shares, initial=-1) == 0:
@@ -196,7 +197,7 @@ def _rates(analysis: Analysis, w: int) -> dict[str, Any]:
 def _batches(frame: LayerFrame, w: int) -> dict[str, Any]:
     facts: dict[str, Any] = {"phi": float(frame.phi_W[w])}
     if frame.batches_W is not None and frame.batches_W[w] > 0:
-        per_batch = float(frame.tokens_W()[w] / frame.batches_W[w])
+        per_batch = float(frame.batch_tokens_W()[w])
         facts["tokens_per_batch"] = per_batch
         facts["effective_per_batch"] = per_batch / float(frame.phi_W[w])
     return facts
@@ -212,8 +213,7 @@ def _capacity(analysis: Analysis, frame: LayerFrame, w: int) -> dict[str, Any]:
         headroom = headroom_text(frame, w)
         if headroom:
             facts["headroom"] = headroom
-    if frame.dropped_WE is not None and frame.m_W[w]:
-        facts["drop_rate"] = float(frame.dropped_WE[w].sum() / frame.m_W[w])
+    facts["drop_rate"] = float(frame.drop_rate_W()[w])
     if frame.peak_WE is not None:
         peak_W = frame.peak_WE.max(-1)
         facts |= {"peak": float(peak_W[w]), "peak_expert": int(frame.peak_WE[w].argmax())}

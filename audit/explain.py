@@ -14,7 +14,7 @@ from moe_audit.checking import check
 from moe_audit.diagnosis import BY_KEY, OF_GATE, Pattern
 from moe_audit.evidence import gather, headroom_text
 from moe_audit.frame import Analysis, LayerFrame, analyse
-from moe_audit.printable import markdown, printable
+from moe_audit.printable import finite, markdown, printable
 from moe_audit.run import Run
 from moe_audit.thresholds.gate_names import GATES
 from moe_audit.thresholds.policy import PRESETS, Policy, load_policy
@@ -244,7 +244,7 @@ def _filled(templates: Iterable[str], facts: Mapping[str, Any]) -> list[str]:
 def render(found: Explanation, format: str = "text") -> str:
     """An explanation as text, Markdown or JSON."""
     if format == "json":
-        return json.dumps({"schema_version": 1, **_finite(asdict(found))}, indent=1) + "\n"
+        return json.dumps({"schema_version": 1, **finite(asdict(found))}, indent=1) + "\n"
     strong, item = ("**{}**", "- {}") if format == "markdown" else ("{}", "  {}")
     say = markdown if format == "markdown" else printable
     head = f"{found.status} under policy {found.policy}: {say(found.path)}"
@@ -278,13 +278,3 @@ def render(found: Explanation, format: str = "text") -> str:
         lines += ["", f"the same run under other presets: {others}"]
     lines += ["", *(f"note: {say(note)}" for note in found.notes)] if found.notes else []
     return "\n".join(lines) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_finite(v) for v in value]
-    if isinstance(value, float) and not np.isfinite(value):
-        return None
-    return value

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from moe_audit import formulas as m
 from moe_audit.blocks import LayerBlocks, read_blocks
-from moe_audit.record import LayerInfo
+from moe_audit.record import POST_DROP, LayerInfo
 from moe_audit.run import RecordInfo, Run, no_records
 from moe_audit.thresholds import floors
 from moe_audit.thresholds.errors import UsageError
@@ -42,6 +42,8 @@ class LayerFrame:
     Attributes:
         counts_WSE: Router picks per window, source and expert; sources that were not chosen are left out.
         invalid_W: Picks whose id is no expert.
+        layer_picks_W, layer_tokens_W: Picks and tokens of all sources, chosen or not: what micro-batches and
+            drops, which are not split by source, refer to.
         tokens_WS: Tokens that reached the router.
         prob_WSE: Sums of gate probabilities, each token's a distribution.
         top1_WS2: Sum and sum of squares of the largest probability.
@@ -58,6 +60,7 @@ class LayerFrame:
     sources: Sequence[str]
     counts_WSE: Ints
     invalid_W: Ints
+    layer_picks_W: Ints
     tokens_WS: Ints | None = None
     prob_WSE: Floats | None = None
     top1_WS2: Floats | None = None
@@ -67,6 +70,7 @@ class LayerFrame:
     logit_mean_WE: Floats | None = None
     logit_std_WE: Floats | None = None
     phi_W: Floats = field(default_factory=lambda: np.zeros(0))
+    layer_tokens_W: Ints | None = None
     series: tuple[Array, Array] | None = field(default=None, repr=False)
 
     @property
@@ -112,6 +116,18 @@ class LayerFrame:
     def tokens_W(self) -> Floats:
         """Tokens of the window, M/k where they were not recorded."""
         return np.asarray(self.m_W / self.k if self.tokens_WS is None else self.tokens_WS.sum(-1), np.float64)
+
+    def batch_tokens_W(self) -> Floats:
+        """Mean tokens of a micro-batch, M/k where tokens were not recorded; NaN where batches were not."""
+        tokens_W = self.layer_picks_W / self.k if self.layer_tokens_W is None else self.layer_tokens_W
+        return m.divide(tokens_W, 0.0 if self.batches_W is None else self.batches_W)
+
+    def drop_rate_W(self) -> Floats:
+        """Dropped assignments over those demanded; NaN where drops were not recorded."""
+        if self.dropped_WE is None:
+            return np.full(len(self.windows), np.nan)
+        dropped_W = self.dropped_WE.sum(-1)
+        return m.divide(dropped_W, self.layer_picks_W + (dropped_W if POST_DROP in self.info.tags else 0))
 
     def source_tokens_WS(self) -> Floats:
         """Tokens of each source, M_s/k where they were not recorded."""
@@ -185,21 +201,27 @@ class Analysis:
     def _frame(self, blocks: LayerBlocks, lo_W: Ints, hi_W: Ints) -> LayerFrame:
         ids = list(self.source_ids)
 
-        def total(array: Array | None, per_source: bool = False) -> Any:
+        every = ids == list(range(len(self.run.sources)))
+
+        def total(array: Array | None) -> Any:
             if array is None:
                 return None
-            array = array[:, ids] if per_source and len(ids) < array.shape[1] else array
             return np.stack([array[lo:hi].sum(0) for lo, hi in zip(lo_W, hi_W, strict=True)])
 
+        def chosen(total_WS: Any) -> Any:
+            return total_WS if every or total_WS is None else total_WS[:, ids]
+
+        counts_WSE, tokens_WS = total(blocks.counts_BSE), total(blocks.tokens_BS)
         frame = LayerFrame(
             blocks.info,
             self.windows,
             self.sources,
-            total(blocks.counts_BSE, per_source=True),
+            chosen(counts_WSE),
             total(blocks.invalid_B),
-            total(blocks.tokens_BS, per_source=True),
-            total(blocks.prob_BSE, per_source=True),
-            total(blocks.top1_BS2, per_source=True),
+            counts_WSE.sum((1, 2)),
+            chosen(tokens_WS),
+            chosen(total(blocks.prob_BSE)),
+            chosen(total(blocks.top1_BS2)),
             total(blocks.calls_B),
             None
             if blocks.peak_BE is None
@@ -214,14 +236,16 @@ class Analysis:
             frame.logit_mean_WE = m.divide(mean, weight)
             frame.logit_std_WE = np.sqrt(np.maximum(0.0, m.divide(square, weight) - frame.logit_mean_WE**2))
         frame.phi_W = np.full(len(self.windows), np.nan)
-        if blocks.sq_over_t_BE is not None and blocks.tokens_BS is not None and blocks.calls_B is not None:
-            frame.phi_W = floors.design_effect(
-                total(blocks.sq_over_t_BE),
-                total(blocks.counts_BSE).sum(1),
-                total(blocks.tokens_BS).sum(-1),
-                total(blocks.calls_B),
-                frame.k,
-            )
+        if tokens_WS is not None:
+            frame.layer_tokens_W = tokens_WS.sum(-1)
+            if blocks.sq_over_t_BE is not None and frame.batches_W is not None:
+                frame.phi_W = floors.design_effect(
+                    total(blocks.sq_over_t_BE),
+                    counts_WSE.sum(1),
+                    frame.layer_tokens_W,
+                    frame.batches_W,
+                    frame.k,
+                )
         return frame
 
     def _first(self, name: str) -> Floats:

@@ -18,8 +18,9 @@ import numpy.typing as npt
 from moe_audit import formulas as m
 from moe_audit import health
 from moe_audit.attribution import shift_note
-from moe_audit.column import MAX_EXPERTS, POST_DROP, Column, Looks, counts, effective_tokens, scaled
+from moe_audit.column import MAX_EXPERTS, Column, Looks, counts, effective_tokens, scaled
 from moe_audit.frame import LayerFrame
+from moe_audit.record import POST_DROP
 from moe_audit.thresholds import floors
 
 Array = npt.NDArray[Any]
@@ -225,7 +226,7 @@ def _capacity_use(gate: str, f: LayerFrame, looks: Looks, source: int | None) ->
         return "capacity is not split by source"
     peak_WE = f.peak_WE
     batches_W = np.zeros(len(f.m_W)) if f.batches_W is None else f.batches_W
-    per_batch_W = m.divide(f.tokens_W(), batches_W)  # tokens of one micro-batch
+    per_batch_W = f.batch_tokens_W()
     z = looks.z(f.N, draws=float(batches_W.max(initial=1)))
     noise_W = floors.max_vio_floor(f.N, f.k, np.nan_to_num(per_batch_W) * f.k, z=z)
     return Column(
@@ -249,9 +250,8 @@ def _drop_rate(gate: str, f: LayerFrame, looks: Looks, source: int | None) -> Co
     if source is not None:
         return "drops are not split by source"
     dropped_WE = f.dropped_WE
-    demand_W = f.m_W + (dropped_WE.sum(-1) if POST_DROP in f.info.tags else 0)
     return Column(
-        m.divide(dropped_WE.sum(-1), demand_W),
+        f.drop_rate_W(),
         None,
         effective_tokens(f, None),
         experts=lambda w, limit: np.argsort(-dropped_WE[w])[: min(3, int((dropped_WE[w] > 0).sum()))],

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from moe_audit.blocks import LayerBlocks
-from moe_audit.column import POST_DROP
+from moe_audit.record import POST_DROP
 from moe_audit.run import RecordInfo, Run
 
 Problem = dict[str, str]

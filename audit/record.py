@@ -18,6 +18,7 @@ import numpy.typing as npt
 from moe_audit.thresholds.errors import UsageError
 
 MAX_COUNT = 2**32 - 1  # counts are stored as u4: a record is cut before a count could pass it
+POST_DROP = "post_drop"  # tag of a layer whose router shows picks only after capacity has cut them
 ATTACHED, CLOSED = "attached", "closed"  # events: a training process began, and ended, to record
 
 # The arrays of a row in `load` and `layer_stat`, in column order, with their element types.

@@ -19,6 +19,7 @@ from moe_audit.attribution import attribute
 from moe_audit.column import Column, Looks, effective_tokens
 from moe_audit.frame import Analysis, LayerFrame
 from moe_audit.judge import Judged, judge_column, limits
+from moe_audit.record import LayerInfo
 from moe_audit.thresholds import floors
 from moe_audit.thresholds.policy import Limit, Policy
 from moe_audit.windows import positive_int, record_spacing
@@ -39,7 +40,8 @@ class SeriesJudge:
     """Takes in the frames of all layers, and gives judged columns for the gates over many windows.
 
     Attributes:
-        lag: The shard cycle in records; None where it is not known or too short for the records to show.
+        lag: The shard cycle, or a few of them, in records; None where it is not known or too short for the
+            records to show.
     """
 
     def __init__(self, analysis: Analysis, looks: Looks) -> None:
@@ -49,9 +51,8 @@ class SeriesJudge:
         judged = np.flatnonzero(windows.judged_W)
         self.judged = judged
         self.cycle = positive_int(analysis.run.meta.get("shard_cycle_steps"))
-        steps = record_spacing(analysis.records)
-        self.lag = None if self.cycle is None or self.cycle < 2 * steps else round(self.cycle / steps)
-        self.frames: list[LayerFrame] = []
+        self.lag = None if self.cycle is None else self._cycle_lag(self.cycle)
+        self.infos: list[LayerInfo] = []  # in the order in which the frames come
         self.series: dict[str, list[Floats]] = {name: [] for name in DRIFT_SERIES}
         self.noise: dict[str, list[Floats]] = {name: [] for name in DRIFT_SERIES}
         self.periods: list[tuple[float, float, Floats] | None] = []
@@ -59,8 +60,14 @@ class SeriesJudge:
         self.tokens: list[Floats] = []
         self.counts: list[Array] = []
 
+    def _cycle_lag(self, cycle: int) -> int | None:
+        windows, records = self.analysis.windows, self.analysis.records
+        judged = windows.hi_W[self.judged[-1]] - windows.lo_W[self.judged[0]] if len(self.judged) else 0
+        return detectors.cycle_lag(cycle / record_spacing(records), int(judged))
+
     def add(self, frame: LayerFrame) -> None:
         """Keeps the few numbers of a layer that the gates need; the frame itself is not kept."""
+        self.infos.append(frame.info)
         rows = self.disjoint
         counts_DSE = frame.counts_WSE[rows]
         n_DE = counts_DSE.sum(1)
@@ -97,15 +104,13 @@ class SeriesJudge:
                 yield from judge(policy, skip)
 
     def _limit(self, policy: Policy, gate: str, layer: int) -> Limit | None:
-        return next(
-            (x for s, _, x in limits(policy, gate, self.analysis.layers[layer], ()) if s is None), None
-        )
+        return next((x for s, _, x in limits(policy, gate, self.infos[layer], ()) if s is None), None)
 
     def _judged(
         self, gate: str, layer: int, limit: Limit | None, column: Column, *, noise_aware: bool
     ) -> Iterator[Judged]:
         if limit is not None:
-            info, judged_W = self.analysis.layers[layer], self.analysis.windows.judged_W
+            info, judged_W = self.infos[layer], self.analysis.windows.judged_W
             yield judge_column(gate, info, "all", limit, column, judged_W, noise_aware=noise_aware)
 
     def _blank(self) -> Floats:
@@ -119,7 +124,11 @@ class SeriesJudge:
                 f"{len(self.disjoint)} disjoint windows, where {detectors.BASELINE_WINDOWS + 1} are needed",
             )
             return
-        series = {name: np.stack(x) for name, x in self.series.items()}
+        limit_of = {layer: self._limit(policy, "drift", layer) for layer in range(len(self.infos))}
+        on = [layer for layer, limit in limit_of.items() if limit is not None]
+        if not on:
+            return
+        series = {name: np.stack(x)[on] for name, x in self.series.items()}
         series = {name: x_LD for name, x_LD in series.items() if not np.isnan(x_LD).all(0).any()}
         if not series:
             skip("drift", "a window without a value breaks the series")
@@ -129,14 +138,14 @@ class SeriesJudge:
         for name, x_LD in series.items():
             largest, least_sigma = DRIFT_SERIES[name]
             x_D, layer_D = detectors.worst_layer(x_LD, largest=largest)
-            sigma = max(least_sigma, float(np.median(np.stack(self.noise[name]).max(0))))
+            sigma = max(least_sigma, float(np.median(np.stack(self.noise[name])[on].max(0))))
             results.append(detectors.cusum(x_D, sigma, floor))
             worst_layers.append(layer_D)
             names.append(name)
         values = np.stack([r.value_D for r in results])
         top_D = np.where(np.isnan(values), -1, values).argmax(0)
         D = len(self.disjoint)
-        layer_D = np.array([worst_layers[top_D[d]][d] for d in range(D)])
+        layer_D = np.array([on[worst_layers[top_D[d]][d]] for d in range(D)])
         for layer in np.unique(layer_D):
             value_W = self._blank()
             mine = np.flatnonzero(layer_D == layer)
@@ -150,8 +159,9 @@ class SeriesJudge:
                 )
                 for d in mine
             }
-            limit = self._limit(policy, "drift", int(layer))
-            raised = None if limit is None else _raised(limit, floor)
+            limit = limit_of[int(layer)]
+            assert limit is not None  # of the layers that are on
+            raised = _raised(limit, floor)
             remark = ""
             if raised != limit:
                 remark = f"; noise alone reaches {floor:.1f} when {looked_at} windows are looked at"
@@ -199,7 +209,7 @@ class SeriesJudge:
             skip("periodicity", f"records are too long to show a cycle of {self.cycle} steps")
             return
         if all(p is None or math.isnan(p[0]) for p in self.periods):
-            skip("periodicity", f"fewer than three cycles of {self.cycle} steps were judged")
+            skip("periodicity", f"too few cycles of {self.cycle} steps were judged")
             return
         lag, w = self.lag, int(self.judged[-1])
         for layer, period in enumerate(self.periods):

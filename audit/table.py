@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_audit import formulas as m
-from moe_audit.column import POST_DROP
 from moe_audit.frame import LayerFrame, analyse
+from moe_audit.record import POST_DROP
 from moe_audit.run import Run, open_run
 from moe_audit.thresholds import floors
 from moe_audit.thresholds.policy import Policy
@@ -190,10 +190,7 @@ def _whole_layer(frame: LayerFrame) -> dict[str, Floats]:
         columns["peak_load"] = frame.peak_WE.max(-1)
         if frame.info.capacity_factor is not None:
             columns["capacity_use"] = columns["peak_load"] / frame.info.capacity_factor
-    if frame.dropped_WE is not None:
-        kept = POST_DROP in frame.info.tags
-        dropped_W = frame.dropped_WE.sum(-1)
-        columns["drop_rate"] = m.divide(dropped_W, frame.m_W + (dropped_W if kept else 0))
+    columns["drop_rate"] = frame.drop_rate_W()
     if frame.top1_WS2 is not None and frame.tokens_WS is not None:
         columns["top1_gap"] = m.confidence_gap(frame.top1_WS2, frame.tokens_WS)
     return columns

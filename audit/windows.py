@@ -21,6 +21,7 @@ Ints = npt.NDArray[np.int64]
 CHECKPOINT_WINDOWS = 5  # what `--checkpoint` and the training gate judge
 AUTO_LENGTH, AUTO_WINDOWS = 2000, 3  # at most so many steps; at least so many windows
 CYCLES_PER_WINDOW = 10
+NO_WARMUP = -1  # steps may be counted from 0, and then step 0 is judged too
 
 
 class Steps(Protocol):
@@ -159,7 +160,7 @@ def lay_out(
     records: Sequence[Steps],
     layout: Layout,
     *,
-    warmup: int = 0,
+    warmup: int = NO_WARMUP,
     lag: int | None = None,
     until: int | None = None,
     last: int | None = None,
@@ -252,8 +253,8 @@ def _begin(records: Sequence[Steps], r: int) -> int:
 
 
 def warmup_steps(meta: Mapping[str, Any]) -> int:
-    """Last step of the warm-up as the trainer wrote it; 0 where it did not."""
-    return positive_int(meta.get("warmup_steps")) or 0
+    """Last step of the warm-up as the trainer wrote it; NO_WARMUP where it did not."""
+    return positive_int(meta.get("warmup_steps")) or NO_WARMUP
 
 
 def positive_int(value: Any) -> int | None:

@@ -76,8 +76,9 @@ def collect(run: Run, verdict: Verdict) -> tuple[dict[str, Any], Arrays]:
         "frame_at": thin(len(windows), SOURCE_BUDGET // max(experts * len(analysis.sources), 1)),
         "step": np.array([r.last_step for r in analysis.records], dtype=np.int64),
     }
-    for index, frame in enumerate(analysis.frames()):
-        arrays |= _layer(index, frame, arrays["load_at"], arrays["frame_at"])
+    place = {info.layer: index for index, info in enumerate(analysis.layers)}
+    for frame in analysis.frames():
+        arrays |= _layer(place[frame.info.layer], frame, arrays["load_at"], arrays["frame_at"])
     for name in ("loss", "lr", "router_lr"):
         values = [np.nan if getattr(r, name) is None else getattr(r, name) for r in analysis.records]
         if np.isfinite(values).any():

@@ -427,6 +427,22 @@ def test_swings_at_the_shard_cycle(make_run, router: bool, status: Status) -> No
     assert "too long" in next(s["reason"] for s in skipped.skipped if s["gate"] == "periodicity")
 
 
+@pytest.mark.parametrize("cycle", [25, 24, 35, 27, 40, 50])
+def test_a_cycle_that_is_no_whole_number_of_records_is_seen(make_run, cycle: int) -> None:  # type: ignore[no-untyped-def]
+    """Records of ten steps: the swing comes back after a few cycles, not after one rounded to records."""
+    rng = np.random.default_rng(4)
+    phase = np.sin(2 * np.pi * np.arange(800) / cycle).reshape(80, 10).mean(1)
+    p = np.full((80, 1, 2, 8), 1 / 8)
+    p[..., 0] += 0.05 * phase[:, None, None]
+    p[..., 1] -= 0.05 * phase[:, None, None]
+    counts = rng.multinomial(20000, p)
+    verdict = moe_audit.check(make_run(counts, steps=10, meta={"shard_cycle_steps": cycle}), length=200)
+    assert gate(verdict, "periodicity") == Status.WARN
+    still = rng.multinomial(20000, np.full(p.shape, 1 / 8))
+    verdict = moe_audit.check(make_run(still, steps=10, meta={"shard_cycle_steps": cycle}), length=200)
+    assert gate(verdict, "periodicity") == Status.PASS
+
+
 # -- windows, scope, statuses
 
 

@@ -155,6 +155,20 @@ def test_overflow_with_its_timeline(make_run: Any) -> None:
     assert "layer 0: an expert overflows once code exceeds 62% of the traffic" in found.notes
 
 
+def test_drops_of_a_layer_seen_after_the_drop_are_part_of_the_demand(make_run: Any) -> None:
+    """As the gate takes them; and where demand is not known there is no headroom to speak of."""
+    found = diagnosed(
+        make_run,
+        [np.stack([tilted(2, 1.2)[0], tilted(2, 1.0)[1]])] * 8,
+        capacity_factor=1.25,
+        tags=["post_drop"],
+        extra=lambda r, layer: {"dropped_E": np.full(8, 2500)},
+    )
+    assert the(found, "overflow").evidence["drop_rate"] == pytest.approx(0.2, rel=1e-4)
+    assert "20.00% of the assignments" in the(found, "overflow").symptom
+    assert not [n for n in found.notes if "overflows" in n]
+
+
 def test_flattening(make_run: Any) -> None:
     """C41: picks [97, 1, 1, 1] at nearly even probabilities; the loss is 4 % above its floor."""
     counts = np.array([[97, 1, 1, 1]]) * 500

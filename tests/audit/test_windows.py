@@ -96,6 +96,16 @@ def test_runs_that_do_not_begin_at_step_one() -> None:
     assert len(windows) == 5
 
 
+def test_a_run_that_counts_its_steps_from_zero_is_judged_whole() -> None:
+    windows = lay_out(records(1, 1, 1, start=0), Layout(1, 1, "call"))
+    assert spans(windows) == [(0, 0), (1, 1), (2, 2)]
+    assert windows.judged_W.all()
+    assert windows.previous_W.tolist() == [-1, 0, 1]
+    assert choose_layout(records(*[10] * 30, start=0), {}) == choose_layout(records(*[10] * 30), {})
+    warm = lay_out(records(1, 1, 1, start=0), Layout(1, 1, "call"), warmup=1)
+    assert warm.judged_W.tolist() == [False, False, True]
+
+
 def test_sparse_records_stand_for_the_steps_before_them() -> None:
     """One step in a hundred was recorded: three records are three windows."""
     sparse = [Steps(step, step) for step in (100, 200, 300)]
