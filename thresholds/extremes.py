@@ -57,20 +57,67 @@ def worst(
 ) -> float:
     """The worst value of `metric` over all loads on which `given` keeps `limit`, or over all loads.
 
-    Exact, except that `lir` under `cv` or `norm_entropy` is the quotient of two bounds, so never too small.
-
     >>> round(worst("cv", 8, 2, "lir", 1.5), 3), round(worst("min_share", 8, 2, "lir", 1.5), 3)
     (0.204, 0.087)
     >>> round(worst("cv", 64, 1, "norm_entropy", 0.85), 2)
     2.23
     """
     c = num_experts / top_k
-    shapes = list(_shapes(num_experts, c, given, limit))
-    if metric == "lir" and given in ("cv", "norm_entropy"):
-        highest, lowest = max(u.max() for u in shapes), min(u.min() for u in shapes)
-        return float(highest / lowest) if lowest > 0 else math.inf
-    values = [METRICS[metric](u) for u in shapes]
+    if metric == "dead_experts":
+        return float(num_experts - _least_alive(num_experts, c, given, limit))
+    if metric == "lir" and given in ("cv", "norm_entropy") and num_experts > 2:
+        if given == "cv":
+            return _largest_lir(num_experts, c, lambda u: cv(u) <= limit)
+        return _largest_lir(num_experts, c, lambda u: norm_entropy(u) >= limit)
+    values = [METRICS[metric](u) for u in _shapes(num_experts, c, given, limit)]
     return min(values) if metric in LOWER_IS_WORSE else max(values)
+
+
+def _least_alive(N: int, c: float, given: str | None, limit: float) -> int:
+    """With how few experts in use `given` keeps its limit: equal loads on some experts are best for all."""
+    least = N / c
+    match given:
+        case "max_load":
+            least = N / min(limit, c)
+        case "cv":
+            least = max(least, N / (1 + limit * limit))
+        case "norm_entropy":
+            least = max(least, N**limit)
+        case "dead_experts":
+            least = max(least, N - limit)
+        case "lir":
+            least = N
+        case "min_load" | "min_share" if limit > 0:
+            least = N
+    return min(math.ceil(least - 1e-9), N)
+
+
+def _largest_lir(N: int, c: float, keeps: Callable[[Loads], bool]) -> float:
+    """Largest max/min: one expert high, one low, the others equal, which leaves most room to these two."""
+
+    def shape(high: float, low: float) -> Loads:
+        u = np.full(N, (N - high - low) / (N - 2))
+        u[0], u[1] = high, low
+        return u
+
+    def reach(low: float) -> float:
+        """The ratio at the highest `high` that goes with `low`; 0 where nothing goes with it."""
+        inside, outside = (N - low) / (N - 1), c
+        if not keeps(shape(inside, low)):
+            return 0.0
+        for _ in range(50):
+            middle = (inside + outside) / 2
+            inside, outside = (middle, outside) if keeps(shape(middle, low)) else (inside, middle)
+        return outside / low
+
+    if keeps(shape(N / (N - 1), 0.0)):
+        return math.inf
+    lows = np.linspace(1 / 64, 1, 64)
+    for _ in range(4):
+        best = float(lows[int(np.argmax([reach(float(low)) for low in lows]))])
+        step = float(lows[1] - lows[0])
+        lows = np.linspace(max(best - step, step / 64), min(best + step, 1.0), 33)
+    return max(reach(float(low)) for low in lows)
 
 
 def most_uneven(num_experts: int, low: float, high: float) -> Loads:
@@ -255,3 +302,31 @@ def packed_v(num_experts: int, hot: int, share: float, weight: float) -> float:
         other = (1 / N - weight * p) / (1 - weight)
         chi2 += n * N * (weight * p**2 + (1 - weight) * other**2)
     return math.sqrt(max(chi2, 0.0))
+
+
+def packed_ties(
+    num_experts: int, hot: int, share: float, weight: float, num_sources: int
+) -> dict[str, float]:
+    """What the gates on sources show of that source among `num_sources`, the others alike, the pool uniform.
+
+    As the gates take them: at equal weights of the sources, `max_lift` at the mix itself.
+
+    >>> {name: round(x, 2) for name, x in packed_ties(10, 3, 0.7, 0.3, 2).items()}
+    {'cramers_v': 0.58, 'association_rel': 0.26, 'max_lift': 2.33, 'max_monopoly': 0.84}
+    """
+    N, S = num_experts, num_sources
+    n_2 = np.array([hot, N - hot])  # experts of either kind
+    own_2 = np.array([share / hot, (1 - share) / max(N - hot, 1)])
+    other_2 = np.maximum(1 / N - weight * own_2, 0.0) / (1 - weight)
+    p_S2 = np.stack([own_2, *[other_2] * (S - 1)])
+    p_2 = p_S2.mean(0)
+    used = (n_2 > 0) & (p_2 > 0)
+    ratio_S2 = p_S2[:, used] / p_2[used]
+    chi2 = float((n_2[used] * p_2[used] * (ratio_S2 - 1) ** 2).sum() / S)
+    logs_S2 = np.log(np.where(ratio_S2 > 0, ratio_S2, 1.0))
+    return {
+        "cramers_v": math.sqrt(chi2 / min(S - 1, N - 1)),
+        "association_rel": float((n_2[used] * p_S2[:, used] * logs_S2).sum() / S) / math.log(S),
+        "max_lift": float(p_S2[:, used].max() * N),
+        "max_monopoly": float(ratio_S2.max() / S),
+    }

@@ -97,8 +97,10 @@ def max_vio_floor(
     0.0388
     """
     cv = cv_floor(num_experts, top_k, assignments, phi)
+    if num_experts == 1:
+        return np.zeros(np.shape(cv))
     if z is None:
-        return np.asarray(cv * (blom_score(num_experts) if num_experts > 1 else 0.0))
+        return np.asarray(cv * blom_score(num_experts))
     return np.asarray(z * cv + _skewness(num_experts, top_k, z) * cv**2)
 
 

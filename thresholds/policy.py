@@ -44,6 +44,11 @@ class Limit(NamedTuple):
     warn: float | None
     fail: float | None
 
+    @property
+    def warn_beyond_fail(self) -> bool:
+        """Whether the limit is reached no later than the warning."""
+        return self.warn is not None and self.fail is not None and not stricter(self.op, self.warn, self.fail)
+
 
 class Policy:
     """A policy with everything resolved. Get one by `load_policy`."""
@@ -97,11 +102,13 @@ class Policy:
         capacity_factor: float | None = None,
         layer: int | None = None,
         source: str = ALL,
+        as_written: bool = False,
     ) -> Limit | None:
         """The limit of a gate in one layer and source, or None where nothing is judged there.
 
         Pooled gates judge single sources only where an override names the source. `layer=None`: overrides by
-        layer are left out.
+        layer are left out. A warning beyond the limit, which two files or two formulas may make, is left out
+        too, but for `as_written`.
 
         Raises:
             UsageError: no such gate, or an expression without a value for these numbers.
@@ -120,9 +127,10 @@ class Policy:
         op = rule.op or info.op
         values = expressions.variables(num_experts, top_k, capacity_factor)
         warn, fail = (_number(x, values, gate) for x in (rule.warn, rule.fail))
-        if warn is not None and fail is not None and not stricter(op, warn, fail):
-            warn = None
-        return None if warn is None and fail is None else Limit(op, warn, fail)
+        if warn is None and fail is None:
+            return None
+        limit = Limit(op, warn, fail)
+        return limit._replace(warn=None) if limit.warn_beyond_fail and not as_written else limit
 
     def waiver(self, gate: str, layer: int, source: str, today: dt.date | None = None) -> Waiver | None:
         """The unexpired waiver that covers a cell, if any."""

@@ -89,7 +89,8 @@ def check_policy(
     if capacity_factor is not None and not 0 < capacity_factor < math.inf:
         raise UsageError(f"capacity_factor is {capacity_factor}", "it must be a positive number")
     setting = Setting(num_experts, top_k, tokens, micro_batches, capacity_factor, num_sources)
-    limits = _limits(policy, setting)
+    written = _limits(policy, setting)
+    limits = {gate: x._replace(warn=None) if x.warn_beyond_fail else x for gate, x in written.items()}
     findings = [
         *_contradictions(policy, limits, setting),
         *_ranges(limits, setting),
@@ -100,6 +101,7 @@ def check_policy(
     ]
     findings += _only_even(limits, findings)
     settled = {f.gate for f in findings if f.kind == "always" and f.level != "warn"}
+    findings += [f for f in _buried(written) if f.gate not in settled]
     return [f for f in findings if f.kind != "noise" or f.gate not in settled]
 
 
@@ -113,6 +115,7 @@ def _limits(policy: Policy, s: Setting) -> dict[str, Limit]:
             top_k=s.top_k,
             capacity_factor=s.capacity_factor,
             source=source,
+            as_written=True,
         )
         if limit is not None:
             found[gate] = limit
@@ -135,6 +138,14 @@ def _contradictions(policy: Policy, limits: dict[str, Limit], s: Setting) -> Ite
             if need in GATES[gate].needs:
                 message = f"{gate} is required but skipped with {reason}, so no run can pass"
                 yield Finding("contradiction", gate, "both", message, f"required and {reason}")
+
+
+def _buried(written: dict[str, Limit]) -> Iterator[Finding]:
+    """Warnings beyond the limit: one file may not say so, two of a chain or two formulas can."""
+    for gate, x in written.items():
+        if x.warn_beyond_fail and x.warn != x.fail:
+            message = f"{gate} {x.op} {x.warn:.4g} can never warn: it fails at {x.fail:.4g} before"
+            yield Finding("never", gate, "warn", message, f"warn {x.warn:.4g} lies beyond fail {x.fail:.4g}")
 
 
 def _only_even(limits: dict[str, Limit], findings: list[Finding]) -> Iterator[Finding]:
@@ -229,7 +240,7 @@ def _dominated(policy: Policy, limits: dict[str, Limit], s: Setting) -> Iterator
                 continue
             if gate in extremes.METRICS:
                 worst = extremes.worst(gate, N, k, given, bound)
-                why = _WHY.get((given, gate), _WHY_GIVEN[given])
+                why = _WHY_DEAD if gate == "dead_experts" else _WHY.get((given, gate), _WHY_GIVEN[given])
             elif gate in SHIFTS and policy.effect == "total" and N > 1:
                 # the router's part of a swing is not bounded by the loads: the mix may hide it
                 low = extremes.worst("min_load", N, k, given, bound)
@@ -341,20 +352,24 @@ def _blind(policy: Policy, limits: dict[str, Limit], s: Setting) -> Iterator[Fin
     share = min(extremes.packed_share(N, hot, value), hot / s.top_k)  # a token picks an expert once
     if share <= hot / N * 1.5:
         return
-    seen = [g for g in ("cramers_v", "association_rel", "max_lift", "max_monopoly") if g in limits]
     weight = min(0.3, hot / (N * share))  # the other sources can even the pooled load out up to this weight
+    shown = math.floor(share * 20) / 20  # a round figure just below
+    ties = extremes.packed_ties(N, hot, shown, weight, max(s.num_sources, 2))
+    ties = {gate: x for gate, x in ties.items() if gate in limits}
+    seen = [gate for gate, x in ties.items() if _fires(limits[gate], x)]
     evenness = ", ".join(g for g in limits if GATES[g].family == "evenness") or "the pooled gates"
-    catch = (
-        f"of the limits here {' and '.join(seen)} would see it"
-        if seen
-        else "no gate of this policy looks at that: limit cramers_v"
-    )
+    if seen:
+        catch = f"of the limits here {' and '.join(seen)} would see it"
+    elif ties:
+        values = " or ".join(f"{gate} = {x:.2f}" for gate, x in ties.items())
+        catch = f"nor is {values} beyond its limit, with {max(s.num_sources, 2)} sources"
+    else:
+        catch = "no gate of this policy looks at that: limit cramers_v"
     message = (
         f"source_entropy {value:.4g} lets {hot} of {N} experts take {math.floor(share * 100)} % of a source;"
         f" the other sources can fill the gaps, so that the pooled load stays uniform and {evenness} see"
         f" nothing; {catch}"
     )
-    shown = math.floor(share * 20) / 20  # a round figure just below
     packed = extremes.packed_entropy(N, hot, shown)
     v = extremes.packed_v(N, hot, shown, weight)
     bound = (
@@ -363,6 +378,11 @@ def _blind(policy: Policy, limits: dict[str, Limit], s: Setting) -> Iterator[Fin
         f" pooled lir 1.0, Cramer's V {v:.2f}"
     )
     yield Finding("blind", "source_entropy", "fail", message, bound)
+
+
+def _fires(limit: Limit, value: float) -> bool:
+    """Whether a value warns or fails."""
+    return any(level is not None and breaches(limit.op, value, level) for level in (limit.warn, limit.fail))
 
 
 def _has_room(gate: str, op: Op, limit: float, num_experts: int) -> bool:
@@ -398,8 +418,11 @@ _WHY = {
     ("cv", "max_load"): "1 + v*sqrt(N-1): one hot expert, the others equal",
     ("cv", "min_load"): "1 - v*sqrt(N-1): one starved expert, the others equal",
     ("cv", "min_share"): "(1 - v*sqrt(N-1))/N: one starved expert, the others equal",
+    ("cv", "lir"): "worst with one expert high, one low, the others equal",
+    ("norm_entropy", "lir"): "worst with one expert high, one low, the others equal",
     ("cv", "norm_entropy"): "least entropy at that cv: all experts equal but one",
 }
+_WHY_DEAD = "most with as few experts in use as that allows, all at the same load"
 _WHY_GIVEN = {
     "max_load": "worst with as many experts at the limit as fit, the rest empty",
     "min_load": "worst with one hot expert, the others at the limit",

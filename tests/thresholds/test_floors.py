@@ -74,6 +74,8 @@ def test_floors_of_no_chance_are_perfect() -> None:
     assert float(floors.lir_floor(8, 8, 100)) == 1.0
     assert float(floors.lir_floor(64, 8, 8)) == np.inf
     assert np.isinf(floors.cv_floor(8, 2, np.array([0, 100]))).tolist() == [True, False]
+    with np.errstate(all="raise"):
+        assert floors.max_vio_floor(1, 1, np.array([0, 100])).tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("metric", ["max_load", "min_load", "lir", "cv", "norm_entropy", "min_share"])

@@ -88,6 +88,38 @@ def test_no_load_is_worse_than_its_bound(data: st.DataObject) -> None:
             assert value <= bound + 1e-7
 
 
+@settings(deadline=None, max_examples=100)
+@given(data=st.data())
+def test_no_load_has_more_dead_experts_than_its_bound(data: st.DataObject) -> None:
+    """Against every number of equal loads; it is reached, so that each limit below it can be breached."""
+    num_experts = data.draw(st.integers(2, 24))
+    top_k = data.draw(st.integers(1, num_experts))
+    given_metric = data.draw(st.sampled_from([*sorted(JUDGED), "dead_experts"]))
+    low, high = (*LIMITS.values(), (0, 8))[[*LIMITS, "dead_experts"].index(given_metric)]
+    whole = data.draw(st.booleans())  # limits at which a whole number of experts is just full
+    limit = data.draw(st.floats(low, high))
+    if whole and given_metric == "max_load":
+        limit = num_experts / data.draw(st.integers(top_k, num_experts))
+    most = 0
+    for alive in range(top_k, num_experts + 1):
+        u = np.zeros(num_experts)
+        u[:alive] = num_experts / alive
+        value = extremes.METRICS[given_metric](u)
+        worse = value < limit - 1e-12 if given_metric in extremes.LOWER_IS_WORSE else value > limit + 1e-12
+        most = most if worse else max(most, num_experts - alive)
+    assert extremes.worst("dead_experts", num_experts, top_k, given_metric, limit) == most
+
+
+@pytest.mark.parametrize(("num_experts", "v"), [(3, 0.3), (6, 0.19495), (12, 0.15), (64, 0.1)])
+def test_largest_imbalance_ratio_at_a_cv_is_reached(num_experts: int, v: float) -> None:
+    """One expert high, one low, the others equal: a^2 + b^2 + (b - a)^2/(N - 2) = N v^2."""
+    angles = np.linspace(0, np.pi / 2, 20001)
+    a, b = np.cos(angles), np.sin(angles)
+    scale = np.sqrt(num_experts * v**2 / (a**2 + b**2 + (b - a) ** 2 / (num_experts - 2)))
+    best = ((1 + scale * a) / (1 - scale * b)).max()
+    assert extremes.worst("lir", num_experts, 1, "cv", v) == pytest.approx(best, rel=1e-6)
+
+
 @given(st.lists(st.integers(1, 1000), min_size=2, max_size=12))
 def test_metrics_are_those_of_the_engine(counts: list[int]) -> None:
     n = np.array(counts)
@@ -127,6 +159,37 @@ def test_classic_at_many_experts() -> None:
     assert found("classic", "always", "min_share", 19, 2) is None
     assert "6.4 fair shares" in (found("classic", "blind", "share_shift", 64, 8) or pytest.fail()).message
     assert found("classic", "blind", "share_shift", 10, 2) is None
+
+
+@pytest.mark.parametrize("num_sources", [2, 4])
+def test_ties_of_a_packed_source_are_those_of_the_engine(num_sources: int) -> None:
+    code = np.r_[np.full(3, 700), np.full(7, 300 * 3 / 7)] * 0.3 * 10**6
+    rest = (np.full(10, 300) * 10**6 - code * 1.0) / (num_sources - 1)
+    n = np.rint(np.stack([code, *[rest] * (num_sources - 1)])).astype(np.int64)
+    share, weight = float(code[:3].sum() / code.sum()), float(code.sum() / (300 * 10**7))
+    ties = extremes.packed_ties(10, 3, share, weight, num_sources)
+    for name in ("cramers_v", "association_rel", "max_lift", "max_monopoly"):
+        assert ties[name] == pytest.approx(float(getattr(formulas, name)(n)), rel=1e-5), name
+
+
+def test_a_gate_is_said_to_see_a_packed_source_only_where_it_does() -> None:
+    for limit, seen in ((0.15, True), (0.5, False)):
+        gates = {"source_entropy": {"fail": 0.93}, "cramers_v": {"fail": limit}}
+        findings = check_policy(policy_from_dict({"gates": gates}), num_experts=10, top_k=2, num_sources=4)
+        message = next(f.message for f in findings if f.kind == "blind")
+        assert ("cramers_v would see it" in message) == seen
+        assert ("nor is cramers_v = 0.20 beyond its limit" in message) != seen
+
+
+def test_a_warning_that_an_inherited_limit_buries_is_told() -> None:
+    policy = policy_from_dict({"extends": "default", "gates": {"cv": {"fail": 0.2}}})
+    findings = check_policy(policy, num_experts=8, top_k=2)
+    finding = next(f for f in findings if (f.gate, f.kind, f.level) == ("cv", "never", "warn"))
+    assert finding.inequality == "warn 0.35 lies beyond fail 0.2"
+    for preset in ("default", "specialised", "classic"):
+        for num_experts, top_k in ((8, 2), (8, 8), (64, 8), (1, 1)):
+            every = check_policy(load_policy(preset), num_experts=num_experts, top_k=top_k)
+            assert not [f for f in every if "lies beyond" in f.inequality]
 
 
 def test_why_the_headline_case_passes_an_entropy_of_085() -> None:
