@@ -186,6 +186,7 @@ def compare(
     help="The policy whose gates are calibrated.",
 )
 @click.option("--length", type=opt.POSITIVE, metavar="STEPS", help="Window length in steps.")
+@opt.layer_option
 @click.option(
     "--allow-mismatch",
     is_flag=True,
@@ -198,6 +199,7 @@ def calibrate(
     alpha: float,
     base: str,
     length: int | None,
+    layers: tuple[str, ...],
     allow_mismatch: bool,
     force: bool,
 ) -> int:
@@ -214,6 +216,7 @@ def calibrate(
         base=base,
         alpha=alpha,
         length=length,
+        layers=opt.layer_numbers(runs[0], layers),
         allow_mismatch=allow_mismatch,
         name=output.stem,
         folder=output.parent,

@@ -10,6 +10,7 @@ import click
 
 from moe_audit import cli_io as io
 from moe_audit import cli_options as opt
+from moe_audit.printable import printable
 
 if TYPE_CHECKING:
     from moe_audit.run import Run
@@ -74,10 +75,10 @@ def import_command(
         report = import_files(files, format, num_experts=experts, top_k=picks, output=output)
     click.echo(
         f"{report.output}: {report.records} records, {report.layers} layers,"
-        f" sources {', '.join(report.sources)}"
+        f" sources {', '.join(printable(name) for name in report.sources)}"
     )
     for note in report.notes:
-        click.echo(f"note: {note}")
+        click.echo(f"note: {printable(note)}")
     return 0
 
 

@@ -123,6 +123,14 @@ checkpoint_option = click.option(
     help="Judge the last 5 windows (or --last) that end at or before STEP.",
 )
 
+layer_option = click.option(
+    "--layer",
+    "layers",
+    multiple=True,
+    metavar="LAYER",
+    help="Only this layer: number, range 0-3 or name; repeatable.",
+)
+
 scope_options = options(
     click.option("--length", type=POSITIVE, metavar="STEPS", help="Window length in steps."),
     click.option("--stride", type=POSITIVE, metavar="STEPS", help="Steps between the ends of two windows."),
@@ -131,13 +139,7 @@ scope_options = options(
         "--from", "first", type=STEP, metavar="STEP", help="Only records that begin at STEP or after."
     ),
     click.option("--to", "until", type=STEP, metavar="STEP", help="Only records that end by STEP."),
-    click.option(
-        "--layer",
-        "layers",
-        multiple=True,
-        metavar="LAYER",
-        help="Only this layer: number, range 0-3 or name; repeatable.",
-    ),
+    layer_option,
     click.option(
         "--source",
         "sources",

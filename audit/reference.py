@@ -65,6 +65,7 @@ def calibrate(
     base: str = "default",
     alpha: float = 0.05,
     length: int | None = None,
+    layers: Sequence[int] | None = None,
     allow_mismatch: bool = False,
     name: str = "calibrated",
     folder: Path | None = None,
@@ -79,6 +80,7 @@ def calibrate(
         base: Policy whose gates are calibrated; what it has beyond limits stays.
         alpha: Probability with which a healthy window may breach a fail limit.
         length: Window length in steps; None: as `check` would choose for the first run.
+        layers: Only these, of every run; all by default.
         allow_mismatch: Take runs that differ in experts, top-k, capacity, micro-batch or source mix.
         name: Name of the new policy.
         folder: Where the policy file will lie, so that it finds `base`.
@@ -92,13 +94,13 @@ def calibrate(
     notes: list[str] = []
     analyses: list[Analysis] = []
     for run in runs:
-        verdict = check(run, policy, length)
+        verdict = check(run, policy, length, layers=layers)
         if verdict.status == Status.INVALID:
             raise StoreError(f"{run.path} is no reference: it is INVALID", verdict.problems[0]["message"])
         failing = [g.gate for g in verdict.gates if g.status == Status.FAIL]
         if failing:
             notes.append(f"{run.path} fails {', '.join(failing)} under {policy.name}: is it healthy?")
-        analysis = analyse(run, policy=policy, length=length)
+        analysis = analyse(run, policy=policy, length=length, layers=layers)
         length = length or analysis.windows.layout.length
         analyses.append(analysis)
     stride = analyses[0].windows.layout.stride
@@ -189,7 +191,7 @@ def _setting(analysis: Analysis) -> Setting:
     if len(shapes) > 1:
         raise UsageError(
             f"the layers of {analysis.run.path} differ in experts, top-k or capacity",
-            "calibrate one kind of layer at a time",
+            "calibrate one kind of layer at a time, with --layer",
         )
     frame = next(iter(analysis.frames()))
     shape = next(iter(shapes))

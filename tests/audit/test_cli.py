@@ -421,6 +421,14 @@ def test_policy_check_says_why(audit: Any) -> None:
     assert shown["lag"] == 1
 
 
+def test_names_of_an_import_stay_on_their_line(audit: Any, tmp_path: Path) -> None:
+    table = tmp_path / "counts.csv"
+    table.write_text('step,layer,source,expert,count\n1,0,"a\n\x1b[31mb",0,5\n')
+    options = ("--format", "csv", "--num-experts", 2, "--top-k", 1, "-o", tmp_path / "routing.db")
+    code, out, _ = audit("import", table, *options)
+    assert code == 0 and "a??[31mb" in out and out.count("\n") == len(out.splitlines())
+
+
 def test_counts_come_in_and_go_out(audit: Any, tmp_path: Path, healthy: Path) -> None:
     table = tmp_path / "counts.csv"
     assert audit("export", healthy, "-o", table)[0] == 0

@@ -12,8 +12,10 @@ import pytest
 
 import moe_audit
 from moe_audit.compare import compare, render
+from moe_audit.record import LayerInfo, LayerRecord, Record
 from moe_audit.reference import calibrate
 from moe_audit.run import Run, open_run
+from moe_audit.store import Store
 from moe_audit.thresholds.errors import NoDataError, UsageError
 from moe_audit.thresholds.policy import load_policy
 
@@ -79,6 +81,16 @@ def test_ranges_of_one_run(make_run: Any) -> None:
         assert {layer.total for layer in same.layers} == {0.0}
         with pytest.raises(NoDataError):
             compare(run, run, steps_b=(500, 600))
+
+
+def test_a_side_without_counts_is_no_number_in_json(make_run: Any) -> None:
+    def refuse(word: str) -> None:
+        raise AssertionError(word)
+
+    with opened(make_run, EVEN) as a, opened(make_run, EVEN * 0) as b:
+        result = compare(a, b)
+    data = json.loads(render(result, "json"), parse_constant=refuse)
+    assert (data["status"], data["exit_code"], data["layers"][0]["router"]) == ("INSUFFICIENT", 3, None)
 
 
 def test_noise_is_no_change(make_run: Any) -> None:
@@ -199,3 +211,21 @@ def test_a_calibrated_policy_tells_where_it_does_not_fit(make_run: Any, tmp_path
         problems = [p["message"] for p in moe_audit.check(other, tmp_path / "mine.toml").problems]
     assert any("top_k = 2, the run has 4" in p for p in problems)
     assert any("another source mix" in p for p in problems)
+
+
+def test_a_reference_of_unlike_layers_is_calibrated_one_kind_at_a_time(tmp_path: Path) -> None:
+    store = Store.create(tmp_path / "routing.db", [LayerInfo(i, f"b{i}", n, 1) for i, n in enumerate((8, 4))])
+    store.begin_attempt(1)
+    rng = np.random.default_rng(0)
+    for r in range(30):
+        rows = {i: LayerRecord(rng.multinomial(5000, np.full(n, 1 / n))[None]) for i, n in enumerate((8, 4))}
+        store.append(Record("train", r + 1, r + 1, rows))
+    store.close()
+    with open_run(tmp_path) as run:
+        with pytest.raises(UsageError, match="--layer"):
+            calibrate([run], length=1)
+        made = calibrate([run], length=1, layers=[1])
+        worst = sorted(moe_audit.metrics(run, length=1, layers=[1]).query("source == 'all'").max_load)
+    assert made.provenance.num_experts == 4
+    fail = next(g.fail for g in made.gates if g.gate == "max_load")
+    assert fail is not None and fail.value == pytest.approx(worst[math.ceil(31 * 0.95) - 1])
