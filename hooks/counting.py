@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ class Microbatch:
         self._counting = counting
         self.rows, self.masked, self.chunks = rows, masked, chunks
         self.calls = [0] * len(counting.layers)
+        self.heard = False  # whether a router fired, recorded or not
 
     def __enter__(self) -> Microbatch:
         self._counting.begin(self)
@@ -41,6 +42,15 @@ class Microbatch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._counting.end(self, failed=kind is not None)
+
+
+class Fired(NamedTuple):
+    """How many layers fired, the names of those that did not, and whether a micro-batch went by in which not
+    one did, nor may have been replayed from a CUDA graph."""
+
+    heard: int
+    silent: list[str]
+    unheard: bool
 
 
 class _Receiver:
@@ -77,6 +87,7 @@ class Counting:
         self._labels = LabelCache(self._num_rows)
         self._evaluated = evaluated
         self._fired = [False] * len(found)
+        self._unheard = False
         self._open: Microbatch | None = None
         self._implicit = False
         self._phase: str | None = None
@@ -136,6 +147,8 @@ class Counting:
 
     def observe(self, i: int, seen: Observation, training: bool) -> None:
         """Layer i chose experts for some tokens."""
+        if self._open is not None:
+            self._open.heard = True
         device = seen.indices_TK.device
         if self._off() or device.type == "meta":
             return
@@ -210,6 +223,10 @@ class Counting:
         """A micro-batch ends: its counts join the record, or are dropped."""
         self._open, self._implicit = None, False
         replayed = (self._phase or "train") if self._labels.captured else None
+        if not (failed or scope.heard or replayed):
+            self._unheard = True
+            if (silent := self.accumulators.get(self._phase or "train")) is not None:
+                silent.microbatches += scope.chunks  # more than any layer's calls: the record tells
         for phase, accumulator in self.accumulators.items():
             if accumulator.dirty or phase == replayed:
                 if failed:
@@ -246,18 +263,19 @@ class Counting:
         finally:
             self._paused -= 1
 
-    def take_fired(self, look_at_device: bool) -> tuple[int, list[str]]:
-        """How many layers fired since the last call, and the names of those that did not.
+    def take_fired(self, look_at_device: bool) -> Fired:
+        """Which layers fired since the last call.
 
         Args:
             look_at_device: When none was heard, count on the device, which waits for it: a step replayed from
                 CUDA graphs runs no Python.
         """
         fired, self._fired = self._fired, [False] * len(self._fired)
+        unheard, self._unheard = self._unheard, False
         if look_at_device and not any(fired) and self.accumulators:
             fired = [any(a.fired(i) for a in self.accumulators.values()) for i in range(len(fired))]
         silent = [info.name for info, heard in zip(self.layers, fired, strict=True) if not heard]
-        return sum(fired), silent
+        return Fired(sum(fired), silent, unheard)
 
 
 def device_of(module: nn.Module, default: torch.device | None = None) -> torch.device:

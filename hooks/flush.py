@@ -259,7 +259,7 @@ def wrong_sources(layout: Layout, ints: npt.NDArray[np.int64]) -> list[int]:
 def broken_invariants(record: Record, layers: Sequence[LayerInfo], ranks: int) -> list[dict[str, Any]]:
     """What must hold in every record and does not, as details of `invariant` events.
 
-    Every layer fired; picks + invalid ids = k x tokens where k is fixed and the picks are those before the
+    Every layer fired, and a layer in every micro-batch; picks + invalid ids = k x tokens where k is fixed and the picks are those before the
     drop; all ranks took part.
     """
     broken: list[dict[str, Any]] = []
@@ -276,6 +276,10 @@ def broken_invariants(record: Record, layers: Sequence[LayerInfo], ranks: int) -
                     f" {expected // info.top_k} tokens make {expected}"
                 )
                 broken.append({"invariant": "conservation", "layer": info.layer, "message": message})
+    calls = max((x.calls or 0 for x in record.layers.values()), default=0)
+    if 0 < calls < record.microbatches:
+        message = f"no layer fired in {record.microbatches - calls} of {record.microbatches} micro-batches"
+        broken.append({"invariant": "silent layer", "message": message})
     if record.ranks != ranks:
         message = f"{record.ranks} ranks took part, {ranks} were expected"
         broken.append({"invariant": "ranks", "message": message})

@@ -305,9 +305,9 @@ class Recorder:
         return train.most_picks + 2 * train.most_picks // steps > MAX_COUNT
 
     def _check_fired(self, first: bool) -> None:
-        """Raises where a layer was silent. When none was heard (replayed CUDA graphs) the record tells."""
-        heard, silent = self._counting.take_fired(look_at_device=first)
-        if silent and self._silent_layers == "raise" and (first or heard):
+        """Raises where a layer was silent. Where all may have been replayed from CUDA graphs the record tells."""
+        heard, silent, unheard = self._counting.take_fired(look_at_device=first)
+        if silent and self._silent_layers == "raise" and (first or heard or unheard):
             raise UsageError(
                 f"attached {heard + len(silent)}, fired {heard}: silent were {', '.join(silent[:8])}",
                 "the model goes round these modules (a fused kernel, or code compiled before attach); pass"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
 
@@ -182,6 +183,27 @@ def test_marked_instead_of_raised(toy, attach, stored, fires):
     with open_run(recorder.path) as run:
         broken = [event for event in run.events if event.kind == "invariant"]
         assert {event.detail["record"] for event in broken} == {r.record for r in run.records}
+
+
+@pytest.mark.parametrize("silent_layers", ["raise", "mark"])
+def test_all_layers_fall_silent_in_one_micro_batch(toy, attach, stored, silent_layers):
+    """As where something clears the hooks of the model; a paused micro-batch is no such thing."""
+    model = toy.Scripted(2, layers=2)
+    recorder = attach(model, toy.scripted(), silent_layers=silent_layers)
+    for step in (1, 2):
+        with recorder.microbatch(), recorder.paused() if step == 2 else contextlib.nullcontext():
+            model(picks(1, 1))
+        recorder.step(step)
+    with recorder.microbatch():
+        pass
+    if silent_layers == "raise":
+        with pytest.raises(UsageError, match="attached 2, fired 0"):
+            recorder.step(3)
+    else:
+        recorder.step(3)
+    with pytest.warns(UserWarning, match="no layer fired in 1 of 2 micro-batches"):
+        recorder.close()
+    assert stored().broken == ["silent layer"]
 
 
 def test_conservation_is_checked_and_warned_once(toy, attach, stored):
