@@ -259,8 +259,8 @@ def wrong_sources(layout: Layout, ints: npt.NDArray[np.int64]) -> list[int]:
 def broken_invariants(record: Record, layers: Sequence[LayerInfo], ranks: int) -> list[dict[str, Any]]:
     """What must hold in every record and does not, as details of `invariant` events.
 
-    Every layer fired, and a layer in every micro-batch; picks + invalid ids = k x tokens where k is fixed and the picks are those before the
-    drop; all ranks took part.
+    Every layer fired, and some layer in every micro-batch; picks + invalid ids = k x tokens where k is fixed
+    and the picks are those before the drop; all ranks took part.
     """
     broken: list[dict[str, Any]] = []
     for info in layers:

@@ -305,7 +305,7 @@ class Recorder:
         return train.most_picks + 2 * train.most_picks // steps > MAX_COUNT
 
     def _check_fired(self, first: bool) -> None:
-        """Raises where a layer was silent. Where all may have been replayed from CUDA graphs the record tells."""
+        """Raises where a layer was silent; where CUDA graphs may have been replayed, the record tells."""
         heard, silent, unheard = self._counting.take_fired(look_at_device=first)
         if silent and self._silent_layers == "raise" and (first or heard or unheard):
             raise UsageError(
