@@ -277,7 +277,7 @@ def broken_invariants(record: Record, layers: Sequence[LayerInfo], ranks: int) -
                 )
                 broken.append({"invariant": "conservation", "layer": info.layer, "message": message})
     calls = max((x.calls or 0 for x in record.layers.values()), default=0)
-    if 0 < calls < record.microbatches:
+    if record.microbatches is not None and 0 < calls < record.microbatches:
         message = f"no layer fired in {record.microbatches - calls} of {record.microbatches} micro-batches"
         broken.append({"invariant": "silent layer", "message": message})
     if record.ranks != ranks:
