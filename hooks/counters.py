@@ -77,7 +77,7 @@ class Scratch(NamedTuple):
     its parts (probabilities, the largest of them, its square)."""
 
     x_NTE: Tensor
-    sum_NTX: Tensor
+    sum_TNX: Tensor  # a token's values of all layers side by side: added to its row at once
     p_NTE: Tensor
     top1_NT: Tensor
     square_NT: Tensor
@@ -85,16 +85,17 @@ class Scratch(NamedTuple):
     @classmethod
     def of(cls, layers: int, tokens: int, num_experts: int, device: torch.device) -> Scratch:
         x_NTE = torch.empty(layers, tokens, num_experts, dtype=torch.float32, device=device)
-        sum_NTX = torch.empty(layers, tokens, num_experts + 2, dtype=torch.float32, device=device)
-        return cls(x_NTE, sum_NTX, sum_NTX[..., :-2], sum_NTX[..., -2], sum_NTX[..., -1])
+        sum_TNX = torch.empty(tokens, layers, num_experts + 2, dtype=torch.float32, device=device)
+        sum_NTX = sum_TNX.transpose(0, 1)
+        return cls(x_NTE, sum_TNX, sum_NTX[..., :-2], sum_NTX[..., -2], sum_NTX[..., -1])
 
 
 def row_values(p_NTE: Tensor, room: Scratch) -> Tensor:
-    """[N, T, X]: probabilities, the largest of each token and its square; NaN counts as 0."""
+    """[T, N, X]: probabilities, the largest of each token and its square; NaN counts as 0."""
     torch.nan_to_num(p_NTE, 0.0, 0.0, 0.0, out=room.p_NTE)
     torch.amax(room.p_NTE, -1, out=room.top1_NT)
     torch.square(room.top1_NT, out=room.square_NT)
-    return room.sum_NTX
+    return room.sum_TNX
 
 
 def sum_logits(
@@ -265,16 +266,15 @@ class Bank:
         ints_NI.view(-1).scatter_add_(0, cell_NTK.reshape(-1), self.one.expand(cell_NTK.numel()))
         self.tokens_LR[part].add_(labels.tally(full_NTE is not None, form.kind == "logits", form.drops))
 
-    def _add_rows(self, part: slice, value_NTX: Tensor, labels: Labels) -> None:
-        sum_NQX = self.pending_LQX[part]
+    def _add_rows(self, part: slice, value_TNX: Tensor, labels: Labels) -> None:
+        sum_NRX = self.pending_LQX[part, : self.num_rows]
         if labels.onehot_RT is not None:
-            onehot_NRT = labels.onehot_RT.expand(len(sum_NQX), -1, -1)
-            sum_NQX[:, : self.num_rows].baddbmm_(onehot_NRT, value_NTX)
+            onehot_NRT = labels.onehot_RT.expand(len(sum_NRX), -1, -1)
+            sum_NRX.baddbmm_(onehot_NRT, value_TNX.transpose(0, 1))
             return
-        row_T = labels.row_T
-        if len(sum_NQX) > 1:
-            row_T = row_T.add(self.layer_L1[: len(sum_NQX)], alpha=self.num_rows + 2).view(-1)
-        sum_NQX.view(-1, value_NTX.shape[-1]).index_add_(0, row_T, value_NTX.view(-1, value_NTX.shape[-1]))
+        sum_RNX = value_TNX.new_zeros(self.num_rows, *value_TNX.shape[1:])
+        sum_RNX.flatten(1).index_add_(0, labels.row_T, value_TNX.flatten(1))
+        sum_NRX.add_(sum_RNX.transpose(0, 1))
 
     def _room(self, layers: int, tokens: int) -> Scratch:
         """Kept on the host, where fresh pages cost more than the arithmetic."""

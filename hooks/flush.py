@@ -211,9 +211,9 @@ def unpack_layer(
     """One layer out of the packed form; with `extra`, unlabelled tokens have a row behind the sources."""
     S, E = len(sources), num_experts
     R = S + 2
-    counts, tokens, dropped = np.split(ints, [R * (E + 2), R * (E + 2) + R + TALLY])
-    prob, logits, square = np.split(floats, np.cumsum([R * (E + 2), 2 * E]))
-    counts, prob = counts.reshape(R, E + 2), prob.reshape(R, E + 2)
+    C = R * (E + 2)
+    counts, tokens, dropped = ints[:C].reshape(R, E + 2), ints[C : C + R + TALLY], ints[C + R + TALLY :]
+    prob, logits, square = floats[:C].reshape(R, E + 2), floats[C : C + 2 * E], floats[C + 2 * E :]
     calls, with_prob, with_logits, with_kept, _ = (int(x) for x in tokens[R:])
     counted = int(tokens[: R - 1].sum())
     mean, std = None, None

@@ -50,18 +50,22 @@ class Labels:
     tally_8X: Tensor
 
     @classmethod
-    def of(cls, row_T: Tensor, call_8X: Tensor, num_experts: int) -> Labels:
+    def of(cls, row_T: Tensor, call_8X: Tensor, num_experts: int, checked: bool = False) -> Labels:
         """From row ids; those outside [0, R) are wrong source ids: unlabelled, and told in the tally.
 
         Args:
             call_8X: `call_tallies`.
+            checked: There are no wrong ones, as in ids that came from the host.
         """
         device, num_rows = row_T.device, call_8X.shape[1] - TALLY
-        tally_X = torch.zeros(num_rows + TALLY, dtype=torch.int64, device=device)
-        bad_T = row_T.clamp(0, num_rows - 1) != row_T
-        row_T = row_T.masked_fill(bad_T, num_rows - 2)
-        tally_X[-1] = bad_T.sum()
-        tally_X.scatter_add_(0, row_T, torch.ones_like(row_T))
+        if checked and device.type == "cpu":
+            tally_X = torch.bincount(row_T, minlength=num_rows + TALLY)
+        else:
+            tally_X = torch.zeros(num_rows + TALLY, dtype=torch.int64, device=device)
+            bad_T = row_T.clamp(0, num_rows - 1) != row_T
+            row_T = row_T.masked_fill(bad_T, num_rows - 2)
+            tally_X[-1] = bad_T.sum()
+            tally_X.scatter_add_(0, row_T, torch.ones_like(row_T))
         onehot_RT = None
         if device.type != "cpu":
             onehot_RT = torch.zeros(num_rows, len(row_T), dtype=torch.float32, device=device)
@@ -134,4 +138,8 @@ class LabelCache:
         else:
             rows = self.rows if self.chunks == 1 else self.rows.tensor_split(self.chunks)[chunk]
             rows_T = token_rows(rows.to(device, non_blocking=True), num_tokens, layout)
-        return Labels.of(rows_T, self._calls[device], num_experts)
+        return Labels.of(rows_T, self._calls[device], num_experts, self._is_checked())
+
+    def _is_checked(self) -> bool:
+        """Whether ids were looked at when the micro-batch was opened, as those on the host are."""
+        return self.rows is None or self.rows.device.type == "cpu"

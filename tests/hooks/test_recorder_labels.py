@@ -140,7 +140,7 @@ def test_tokens_that_do_not_fit_name_both_shapes(toy, attach):
 
 def test_device_ids_out_of_range_are_raised_with_the_record(toy, attach, stored, monkeypatch):
     """Ids on a device are not looked at before the flush (here the look at host ids is switched off)."""
-    monkeypatch.setattr("moe_audit.hooks.context.UNLABELLED_ID", -100)
+    monkeypatch.setattr("moe_audit.hooks.labels.LabelCache._is_checked", lambda self: False)
     model = toy.Scripted(2)
     recorder = attach(model, toy.scripted(), sources=NAMES)
     rows = torch.tensor([0, 1, -3, 7])
