@@ -416,9 +416,9 @@ def measure(number: int, pairs: int, names: list[str], threads: int, clock: str)
     return result
 
 
-def table(results: dict[str, Any]) -> str:
+def table(results: dict[str, Any], names: list[str]) -> str:
     """Markdown: times, one row a point and one column a peer; then peak memory; then what is absent."""
-    peers = [name for name in SIDES if any(name in r["sides"] for r in results.values()) and name != OURS]
+    peers = [n for n in names if any(n in result["sides"] for result in results.values()) and n != OURS]
     ordered = [results[number] for number in sorted(results)]
     head = f"| point | {OURS}, ms | of peak | " + " | ".join(peers) + " |"
     lines = [head, "| --- | ---: | ---: |" + " ---: |" * len(peers)]
@@ -516,13 +516,13 @@ def main() -> None:
     run.add_argument("--pairs", type=int, default=15)
     run.add_argument("--threads", type=int, default=os.cpu_count())
     run.add_argument("--clock", choices=("wall", "cpu"), default="wall")
-    run.add_argument("--sides", default=",".join(SIDES), help="separated by commas")
     shares = commands.add_parser("parts", help="router, dispatch and losses beside the layer")
     shares.add_argument("--point", type=int, choices=POINTS, required=True)
     shares.add_argument("--repeats", type=int, default=15)
     shares.add_argument("--threads", type=int, default=os.cpu_count())
     show = commands.add_parser("table", help="print the results as Markdown")
     for command in (run, show):
+        command.add_argument("--sides", default=",".join(SIDES), help="separated by commas")
         command.add_argument("--out", type=Path, default=Path(__file__).with_name("moe_layer.json"))
     inner = commands.add_parser("worker")
     inner.add_argument("side")
@@ -536,14 +536,14 @@ def main() -> None:
         print(parts(args.point, args.repeats, args.threads))
     else:
         results = json.loads(args.out.read_text()) if args.out.exists() else {}
+        names = [name.strip() for name in args.sides.split(",")]
         if args.command == "run":
-            names = [name.strip() for name in args.sides.split(",")]
             result = measure(args.point, args.pairs, names, args.threads, args.clock)
             result["machine"] = platform.processor() or platform.machine()
             results[str(args.point)] = result
             args.out.write_text(json.dumps(results, indent=1) + "\n")
             results = {str(args.point): result}
-        print(table(results))
+        print(table(results, names))
 
 
 if __name__ == "__main__":
