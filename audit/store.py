@@ -59,6 +59,8 @@ class Store:
         from moe_audit.schema import create_schema
 
         path = Path(path)
+        if not path.name or path.is_dir():
+            raise UsageError(f"{path} is a folder", f"give the store's file in it, as {path / 'routing.db'}")
         check_sources(sources)
         check_layers(layers)
         draft = path.with_name(f"{path.name}.new-{os.getpid()}")

@@ -101,7 +101,8 @@ def max_vio_floor(
         return np.zeros(np.shape(cv))
     if z is None:
         return np.asarray(cv * blom_score(num_experts))
-    return np.asarray(z * cv + _skewness(num_experts, top_k, z) * cv**2)
+    skewness = _skewness(num_experts, top_k, z)
+    return np.asarray(z * cv + (skewness * cv**2 if skewness else 0.0))  # 0 * inf is no number
 
 
 def _skewness(num_experts: int, top_k: int, z: float) -> float:

@@ -149,6 +149,13 @@ def test_a_resume_from_an_older_checkpoint_replaces_steps(tmp_path):
         one_layer(path)
 
 
+@pytest.mark.parametrize("name", ["", "."])
+def test_a_folder_is_no_store(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=r"is a folder.*routing\.db"):
+        one_layer(name)
+
+
 @pytest.mark.parametrize(
     ("starts", "expected"),
     [

@@ -78,6 +78,13 @@ def test_floors_of_no_chance_are_perfect() -> None:
         assert floors.max_vio_floor(1, 1, np.array([0, 100])).tolist() == [0, 0]
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("num_experts", "top_k"), [(1, 1), (2, 1), (8, 4), (8, 7), (256, 8)])
+def test_no_assignments_tell_nothing(num_experts: int, top_k: int) -> None:
+    floor = float(floors.max_vio_floor(num_experts, top_k, 0, z=3.0))
+    assert floor == (0.0 if num_experts == 1 else np.inf)
+
+
 @pytest.mark.parametrize("metric", ["max_load", "min_load", "lir", "cv", "norm_entropy", "min_share"])
 def test_tokens_needed_bring_the_floor_to_the_limit(metric: str) -> None:
     limit = {
