@@ -59,12 +59,12 @@ class Store:
         from moe_audit.schema import create_schema
 
         path = Path(path)
-        if not path.name or path.is_dir():
-            raise UsageError(f"{path} is a folder", f"give the store's file in it, as {path / 'routing.db'}")
         check_sources(sources)
         check_layers(layers)
-        draft = path.with_name(f"{path.name}.new-{os.getpid()}")
+        draft = path.parent / f"{path.name}.new-{os.getpid()}"
         try:
+            if path.is_dir():
+                raise UsageError(f"{path} is a folder", f"give a file in it, as {path / 'routing.db'}")
             if path.exists():
                 remedy = "resume it with resume=True, or choose another path"
                 raise UsageError(f"{path} exists already", remedy)
