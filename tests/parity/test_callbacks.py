@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,22 +52,30 @@ class TestTrainer:
     """The Hugging Face Trainer with what a real one does: padding, packing, evaluation, saving, a gate."""
 
     @pytest.fixture
-    def model(self) -> Any:
-        transformers = pytest.importorskip("transformers")
-        pytest.importorskip("accelerate")
-        torch.manual_seed(0)
-        return transformers.MixtralForCausalLM(
-            transformers.MixtralConfig(
-                vocab_size=64,
-                hidden_size=32,
-                intermediate_size=32,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=4,
-                num_local_experts=4,
-                num_experts_per_tok=2,
+    def model(self, mixtral: Callable[[], Any]) -> Any:
+        return mixtral()
+
+    @pytest.fixture
+    def train(self, model: Any, trainer_args: Callable[..., Any]) -> Callable[..., Any]:
+        from datasets import Dataset
+        from transformers import Trainer
+
+        from moe_audit.hooks.transformers_callback import audit_trainer
+
+        def train(rows: list[dict[str, Any]], folder: Path, args: Any = None, **more: Any) -> Any:
+            data = Dataset.from_list([{**row, "labels": row["input_ids"], "note": "unused"} for row in rows])
+            trainer = Trainer(
+                model=model,
+                args=trainer_args(folder, **(args or {})),
+                train_dataset=data,
+                eval_dataset=data,
+                data_collator=self.collate,
             )
-        )
+            audit_trainer(trainer, folder / "routing.db", ["code", "prose"], flush_every=2, **more)
+            trainer.train()
+            return trainer
+
+        return train
 
     @staticmethod
     def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -80,39 +89,11 @@ class TestTrainer:
             mask[i, : len(row["input_ids"])] = 1
         return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
-    def train(self, model: Any, rows: list[dict[str, Any]], folder: Path, **more: Any) -> Any:
-        from datasets import Dataset
-        from transformers import Trainer, TrainingArguments
-
-        from moe_audit.hooks.transformers_callback import audit_trainer
-
-        data = Dataset.from_list([{**row, "labels": row["input_ids"], "note": "unused"} for row in rows])
-        options = {
-            "output_dir": str(folder / "out"),
-            "max_steps": 4,
-            "per_device_train_batch_size": 2,
-            "gradient_accumulation_steps": 2,
-            "report_to": [],
-            "use_cpu": True,
-            "save_strategy": "no",
-            "disable_tqdm": True,
-        }
-        trainer = Trainer(
-            model=model,
-            args=TrainingArguments(**(options | more.pop("args", {}))),
-            train_dataset=data,
-            eval_dataset=data,
-            data_collator=self.collate,
-        )
-        audit_trainer(trainer, folder / "routing.db", ["code", "prose"], flush_every=2, **more)
-        trainer.train()
-        return trainer
-
-    def test_padding_is_not_counted_and_evaluation_stays_apart(self, model: Any, tmp_path: Path) -> None:
+    def test_padding_is_not_counted_and_evaluation_stays_apart(self, train: Any, tmp_path: Path) -> None:
         rows = [{"input_ids": list(range(3, 3 + 4 + i % 5)), "source": "prose"} for i in range(16)]
         rows[0]["source"] = rows[5]["source"] = "code"
         more = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
-        self.train(model, rows, tmp_path, args=more)
+        train(rows, tmp_path, args=more)
         run = open_run(tmp_path / "routing.db")
         # Four steps of two micro-batches of two: the whole set once.
         sums = {name: sum(len(r["input_ids"]) for r in rows if r["source"] == name) for name in run.sources}
@@ -122,27 +103,29 @@ class TestTrainer:
         evaluated = open_run(tmp_path / "routing.db", phase="eval")
         assert evaluated.counts(0).sum() == 2 * 2 * sum(sums.values())
 
-    def test_packed_rows_have_an_id_per_token(self, model: Any, tmp_path: Path) -> None:
+    def test_packed_rows_have_an_id_per_token(self, train: Any, tmp_path: Path) -> None:
         rows = [{"input_ids": [5] * (6 + i % 3), "ids": [0] * 4 + [1] * (2 + i % 3)} for i in range(16)]
-        self.train(model, rows, tmp_path, source_column="ids")
+        train(rows, tmp_path, source_column="ids")
         run = open_run(tmp_path / "routing.db")
         prose = sum(row["ids"].count(1) for row in rows)
         assert run.counts(1).sum((0, 2)).tolist() == [2 * 4 * 16, 2 * prose]
 
-    def test_a_gate_can_be_put_on_the_trainers_optimizer(self, model: Any, tmp_path: Path) -> None:
+    def test_a_gate_can_be_put_on_the_trainers_optimizer(
+        self, model: Any, train: Any, tmp_path: Path
+    ) -> None:
         rows = [{"input_ids": [3, 4, 5, 6], "source": 1} for _ in range(16)]
         before = [len(module._forward_hooks) for module in model.modules()]
-        trainer = self.train(model, rows, tmp_path, gate={"action": "hold", "check_every": 2})
+        trainer = train(rows, tmp_path, gate={"action": "hold", "check_every": 2})
         assert open_run(tmp_path / "routing.db").counts(0).sum() == 2 * 4 * 16
         # After training nothing is left, and the trainer still works.
         assert [len(module._forward_hooks) for module in model.modules()] == before
         assert trainer.data_collator == self.collate and trainer.args.remove_unused_columns
         assert trainer.evaluate()["eval_loss"] > 0
 
-    def test_an_unknown_source_and_a_missing_column_are_named(self, model: Any, tmp_path: Path) -> None:
+    def test_an_unknown_source_and_a_missing_column_are_named(self, train: Any, tmp_path: Path) -> None:
         from moe_audit.thresholds.errors import UsageError
 
         with pytest.raises(UsageError, match="'poetry' in column 'source' is not a source"):
-            self.train(model, [{"input_ids": [3, 4], "source": "poetry"}] * 16, tmp_path / "a")
+            train([{"input_ids": [3, 4], "source": "poetry"}] * 16, tmp_path / "a")
         with pytest.raises(UsageError, match="no column 'origin'"):
-            self.train(model, [{"input_ids": [3, 4]}] * 16, tmp_path / "b", source_column="origin")
+            train([{"input_ids": [3, 4]}] * 16, tmp_path / "b", source_column="origin")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +22,6 @@ ROWS = [
 TOKENS = {name: sum(len(r["input_ids"]) for r in ROWS if r["source"] == name) for name in ("code", "prose")}
 
 
-def mixtral() -> Any:
-    transformers = pytest.importorskip("transformers")
-    pytest.importorskip("accelerate")
-    torch.manual_seed(0)
-    return transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-        )
-    )
-
-
 def pad_left(rows: list[dict[str, Any]]) -> dict[str, Any]:
     width = max(len(row["input_ids"]) for row in rows)
     ids = torch.zeros(len(rows), width, dtype=torch.int64)
@@ -49,23 +32,20 @@ def pad_left(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
-def make_trainer(folder: Path, collate: Any = pad_left, rows: Any = ROWS, **args: Any) -> Any:
-    from transformers import Trainer, TrainingArguments
+@pytest.fixture
+def make_trainer(mixtral: Callable[[], Any], trainer_args: Callable[..., Any]) -> Callable[..., Any]:
+    """A trainer on `rows`, its arguments changed as given."""
 
-    options = {
-        "output_dir": str(folder / "out"),
-        "max_steps": 4,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "report_to": [],
-        "use_cpu": True,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-    } | args
-    rows = [{**row, "labels": row["input_ids"]} for row in rows]
-    return Trainer(
-        model=mixtral(), args=TrainingArguments(**options), train_dataset=rows, data_collator=collate
-    )
+    def make(folder: Path, collate: Any = pad_left, rows: Any = ROWS, **changed: Any) -> Any:
+        model = mixtral()
+        from transformers import Trainer
+
+        rows = [{**row, "labels": row["input_ids"]} for row in rows]
+        return Trainer(
+            model=model, args=trainer_args(folder, **changed), train_dataset=rows, data_collator=collate
+        )
+
+    return make
 
 
 def audit(trainer: Any, folder: Path, **options: Any) -> Any:
@@ -80,7 +60,7 @@ def assert_every_token_once(folder: Path) -> None:
         assert run.counts(layer.layer).sum((0, 2))[:2].tolist() == [2 * n for n in TOKENS.values()]
 
 
-def test_rows_that_the_collator_packs_keep_their_sources(tmp_path: Path) -> None:
+def test_rows_that_the_collator_packs_keep_their_sources(tmp_path: Path, make_trainer: Any) -> None:
     """Sequences of unequal length one after the other in one row; T may be a multiple of the rows."""
     transformers = pytest.importorskip("transformers")
     trainer = make_trainer(tmp_path, transformers.DataCollatorWithFlattening())
@@ -89,7 +69,7 @@ def test_rows_that_the_collator_packs_keep_their_sources(tmp_path: Path) -> None
     assert_every_token_once(tmp_path)
 
 
-def test_ids_per_token_follow_the_mask_not_the_side(tmp_path: Path) -> None:
+def test_ids_per_token_follow_the_mask_not_the_side(tmp_path: Path, make_trainer: Any) -> None:
     rows = [row | {"ids": [int(row["source"] == "prose")] * len(row["input_ids"])} for row in ROWS]
     trainer = make_trainer(tmp_path, rows=rows)  # pads on the left, and has no tokenizer to say so
     audit(trainer, tmp_path, source_column="ids")
@@ -97,13 +77,13 @@ def test_ids_per_token_follow_the_mask_not_the_side(tmp_path: Path) -> None:
     assert_every_token_once(tmp_path)
 
 
-def test_rows_that_the_collator_drops_are_an_error(tmp_path: Path) -> None:
+def test_rows_that_the_collator_drops_are_an_error(tmp_path: Path, make_trainer: Any) -> None:
     trainer = make_trainer(tmp_path, lambda rows: pad_left(rows[:1]))
     with pytest.raises(UsageError, match="of 2 rows with"), audit(trainer, tmp_path):
         trainer.train()
 
 
-def test_decoding_with_a_cache_inside_training(tmp_path: Path) -> None:
+def test_decoding_with_a_cache_inside_training(tmp_path: Path, make_trainer: Any) -> None:
     """The mask grows with the cache; the router sees one token a sequence."""
     transformers = pytest.importorskip("transformers")
 
@@ -129,7 +109,7 @@ def test_decoding_with_a_cache_inside_training(tmp_path: Path) -> None:
     assert {(record.tokens, record.excluded_tokens) for record in decoded.records} == {(7 + 2 * 4, 1)}
 
 
-def test_nothing_is_left_after_training_or_a_crash(tmp_path: Path) -> None:
+def test_nothing_is_left_after_training_or_a_crash(tmp_path: Path, make_trainer: Any) -> None:
     transformers = pytest.importorskip("transformers")
     trainer = make_trainer(tmp_path)
     callbacks = len(trainer.callback_handler.callbacks)
@@ -151,7 +131,9 @@ def test_nothing_is_left_after_training_or_a_crash(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("saves", [{"save_strategy": "steps", "save_steps": 4}, {"save_strategy": "epoch"}])
-def test_a_resumed_trainer_continues_a_freeze(saves: dict[str, Any], tmp_path: Path) -> None:
+def test_a_resumed_trainer_continues_a_freeze(
+    saves: dict[str, Any], tmp_path: Path, make_trainer: Any
+) -> None:
     """Equal tokens go to two of four experts: the gate fails them, and its freeze outlasts the checkpoint."""
     policy = tmp_path / "policy.toml"
     policy.write_text('extends = "default"\nlength = 2\nstride = 1\nmin_windows = 1\n')
